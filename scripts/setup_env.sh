@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Builds the Python environment of hsmoe from pins.txt, with pip, uv or conda.
+set -euo pipefail
+
+usage() { cat <<'TEXT'
+usage: bash scripts/setup_env.sh [options]
+  --manager pip|uv|conda            who installs (default pip)
+  --device cpu|cu126|cu128|cu130    which build of torch (default cpu)
+  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer)
+  --venv DIR                        where (default $HSMOE_VENV, else .venv at the top of the repository)
+  --python PYTHON                   the interpreter to build on, 3.10 to 3.12 (default: 3.11 where there is one); conda brings its own
+  --torch-source DIR|URL            a folder of wheels or a package index that holds the wanted build of torch (default $HSMOE_TORCH_SOURCE)
+  --if-needed                       do nothing where the environment was built from the present pins.txt and setup.py
+  --dry-run                         print the commands, run none
+
+The three managers read the same pins.txt, as constraints. Where torch comes from, when --torch-source does not say:
+  uv      knows PyTorch's own package indexes and takes the build that --device names (--torch-backend)
+  pip     takes what it is set up to find (pip config, PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL). Its default for Linux is a CUDA build of
+          several GB, which also runs on a CPU; for a small CPU install, or for another CUDA version, give --torch-source
+  conda   makes Python and pip, then does as pip
+TEXT
+}
+die() { printf 'setup_env: %s\n' "$*" >&2; exit 2; }
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+manager=pip device=cpu extras= python= if_needed= dry_run=
+venv="${HSMOE_VENV:-$root/.venv}" torch_source="${HSMOE_TORCH_SOURCE:-}"
+
+read_options() {
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            --manager|--device|--extras|--venv|--python|--torch-source)
+                [ $# -ge 2 ] || die "$1 needs a value; see --help."
+                case "$1" in
+                    --manager) manager="$2";; --device) device="$2";; --extras) extras="$2";;
+                    --venv) venv="$2";; --python) python="$2";; --torch-source) torch_source="$2";;
+                esac
+                shift 2;;
+            --if-needed) if_needed=1; shift;;
+            --dry-run) dry_run=1; shift;;
+            -h|--help) usage; exit 0;;
+            *) die "unknown option '$1'; allowed are --manager, --device, --extras, --venv, --python, --torch-source, --if-needed, --dry-run, --help.";;
+        esac
+    done
+}
+check_options() {
+    case "$manager" in pip|uv|conda) ;; *) die "unknown manager '$manager'; allowed are pip, uv, conda.";; esac
+    case "$device" in cpu|cu126|cu128|cu130) ;; *) die "unknown device '$device'; allowed are cpu, cu126, cu128, cu130.";; esac
+    local extra
+    for extra in ${extras//,/ }; do
+        case "$extra" in llama|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, and dev, bnb, wandb, which are always there.";; esac
+    done
+    [ -n "$venv" ] || die "--venv is empty; it takes the folder of the environment."
+    case "$venv" in /*) ;; *) venv="$PWD/$venv";; esac
+    if [ -n "$torch_source" ] && [ -d "$torch_source" ]; then torch_source="$(cd "$torch_source" && pwd)"; fi
+}
+
+# What the environment depends on, in one number: written into the environment when it is complete.
+fingerprint() { cat "$root/pins.txt" "$root/setup.py" "$root/settings.ini" | cksum | tr ' ' -; }
+
+find_python() {
+    local candidate supported='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
+    if [ -n "$python" ]; then
+        "$python" -c "$supported" 2>/dev/null || die "'$python' is not a working Python 3.10, 3.11 or 3.12."
+        return
+    fi
+    for candidate in python3.11 python3 python python3.12 python3.10; do
+        if "$candidate" -c "$supported" 2>/dev/null; then python="$candidate"; return; fi
+    done
+    die "no Python 3.10, 3.11 or 3.12 on PATH; name one with --python."
+}
+
+run() {     # run LABEL COMMAND…: a dry run shows the command, else it is carried out, timed, and its output kept for the case that it fails
+    local label="$1" start=$SECONDS status=0 line; shift
+    printf -v line '%q ' "$@"
+    if [ -n "$dry_run" ]; then echo "${line% }"; return; fi
+    printf '  %s … ' "$label"
+    "$@" > "$log" 2>&1 || status=$?
+    if [ $status -ne 0 ]; then echo; tail -n 30 "$log" >&2; die "this step failed with exit code $status: $line"; fi
+    printf '%s s\n' $((SECONDS - start))
+}
+
+torch_arguments() {     # where torch comes from, one argument a line
+    if [ -z "$torch_source" ]; then
+        if [ "$manager" = uv ]; then printf '%s\n' --torch-backend "$device"; fi
+    elif [ -d "$torch_source" ]; then printf '%s\n' --find-links "$torch_source"
+    elif [ "$manager" = uv ]; then printf '%s\n' --index "$torch_source" --index-strategy unsafe-best-match
+    else printf '%s\n' --extra-index-url "$torch_source"; fi
+}
+
+verify() {
+    "$venv/bin/python" - "$device" <<'PY'
+import platform, sys
+import torch, hsmoe
+want, cuda = sys.argv[1], torch.version.cuda
+print(f"  Python {platform.python_version()}, torch {torch.__version__}, hsmoe {hsmoe.__version__}, "
+      f"CUDA {cuda or 'none'}, GPUs visible {torch.cuda.device_count()}")
+if want != "cpu" and (cuda or "").replace(".", "") != want[2:]:
+    sys.exit(f"setup_env: torch {torch.__version__} is not the {want} build; build a new --venv and name a source that holds it with --torch-source, or use --manager uv.")
+PY
+}
+
+build() {
+    local torch install=() source=() line new=
+    torch="$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$root/pins.txt")"
+    while IFS= read -r line; do source+=("$line"); done < <(torch_arguments)
+    [ -x "$venv/bin/python" ] || new=1
+    case "$manager" in
+        pip|uv)
+            if [ -n "$new" ]; then
+                find_python
+                if [ "$manager" = pip ]; then run "environment by $python" "$python" -m venv "$venv"
+                else run "environment by uv" uv venv --quiet --python "$python" "$venv"; fi
+            fi;;
+        conda) if [ -n "$new" ]; then run "environment by conda" conda create --quiet --yes --prefix "$venv" "python=${python:-3.11}" pip; fi;;
+    esac
+    if [ "$manager" = uv ]; then install=(uv pip install --quiet --python "$venv/bin/python")
+    else install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check); fi
+    run "build tools" "${install[@]}" --constraint pins.txt setuptools wheel
+    run "$torch for $device" "${install[@]}" ${source[@]+"${source[@]}"} "$torch"
+    # --no-build-isolation: the package itself is built with the pinned setuptools
+    run "hsmoe and what it needs" "${install[@]}" --constraint pins.txt ${source[@]+"${source[@]}"} --no-build-isolation --editable ".[$groups]"
+}
+
+read_options "$@"
+stamp() { echo "$venv/hsmoe-environment.txt"; }
+if [ -n "$if_needed" ] && [ -f "$(stamp)" ]; then       # an older environment is renewed the way it was made
+    { read -r built_from; read -r manager; read -r device; read -r extras; read -r torch_source; } < "$(stamp)"
+    if [ "$built_from" = "$(fingerprint) $root" ]; then exit 0; fi
+fi
+check_options
+cd "$root"
+groups=dev,bnb,wandb
+for extra in ${extras//,/ }; do case ",$groups," in *",$extra,"*) ;; *) groups="$groups,$extra";; esac; done
+case "$manager" in uv|conda) [ -n "$dry_run" ] || command -v "$manager" >/dev/null || die "$manager is not on PATH; install it, or use --manager pip.";; esac
+start=$SECONDS
+log="$(mktemp)"; trap 'rm -f "$log"' EXIT
+[ -n "$dry_run" ] || echo "Environment $venv ($manager, $device, $groups):"
+build
+if [ -n "$dry_run" ]; then exit 0; fi
+verify
+printf '%s\n' "$(fingerprint) $root" "$manager" "$device" "$extras" "$torch_source" > "$(stamp)"
+echo "Environment ready in $((SECONDS - start)) s. Use it with: source scripts/env.sh"

@@ -1,0 +1,73 @@
+"Packaging of hsmoe: version and description come from settings.ini, the ranges here, the exact pins from pins.txt."
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+root = Path(__file__).parent
+config = ConfigParser(delimiters=["="])
+config.read(root / "settings.ini", encoding="utf-8")
+settings = config["DEFAULT"]
+
+requirements = [
+    "torch>=2.6",
+    "numpy>=1.26",
+    "fastcore>=1.7,<2",
+    "pydantic>=2.6,<3",
+    "PyYAML>=6",
+    "tokenizers>=0.20",
+    "safetensors>=0.4.3",
+    "typer>=0.12",
+    "tqdm>=4.66",
+    "psutil>=5.9",
+    "matplotlib>=3.8",
+    "tensorboard>=2.16",
+    "papermill>=2.6",
+    "ipykernel>=6.29",
+    "nbformat>=5.9",
+]
+extras = {
+    "bnb": ["bitsandbytes>=0.45"],      # 8-bit AdamW as a second optimiser backend
+    "wandb": ["wandb>=0.17"],           # Weights & Biases, offline by default
+    "llama": ["llama-models>=0.3"],     # carries the Llama 3 tokenizer.model
+    "dev": [                            # notebooks to modules, tests, documentation
+        "nbdev>=2.4.14,<3",
+        "execnb>=0.1.18,<0.2",
+        "ghapi>=1.1.1,<2",
+        "nbconvert>=7.16",
+        "pytest>=8",
+        "hypothesis>=6.100",
+        "build>=1.2",
+        "setuptools>=77",
+        "wheel>=0.43",
+        "smalldocs>=0.5.4; python_version >= '3.11'",
+    ],
+}
+
+setup(
+    name=settings["lib_name"],
+    version=settings["version"],
+    description=settings["description"],
+    long_description=(root / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author=settings["author"],
+    author_email=settings["author_email"],
+    url=settings["git_url"],
+    keywords=settings["keywords"],
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    packages=find_packages(include=["hsmoe", "hsmoe.*"]),
+    package_data={"hsmoe": ["presets/*.yaml"]},
+    python_requires=f">={settings['min_python']}",
+    install_requires=requirements,
+    extras_require=extras,
+    entry_points={"console_scripts": ["hsmoe = hsmoe.cli:main"], "nbdev": ["hsmoe = hsmoe._modidx:d"]},
+    zip_safe=False,
+)

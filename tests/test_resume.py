@@ -1,0 +1,60 @@
+"""A run killed with SIGKILL at a random step and resumed is the undisturbed run, to the last bit (CPU)."""
+import json, os, random, signal, subprocess, sys, time
+
+import pytest
+import torch
+
+from hsmoe.train.checkpoint import latest_checkpoint, load_state, split_state
+from hsmoe.train.telemetry import read_metrics
+
+from conftest import ROOT
+
+STEPS = 40
+
+
+def start(run_dir, corpus, overrides, *extra):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "hsmoe.cli", "train", "--corpus", str(corpus), *extra, *overrides], env=env, cwd=run_dir.parent,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+
+
+def losses(run_dir):
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run_dir) if "loss" in r]
+
+
+@pytest.mark.parametrize("states", ["dynamic", "fp32"])
+def test_kill_and_resume_is_bitwise(tmp_path, small_corpus, small_overrides, states):
+    overrides = small_overrides + [f"train.length={STEPS} steps", f"optim.states={states}", "router.straight_through=default_moe"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(whole, small_corpus, overrides, "--run-dir", str(whole)))
+    at = random.randint(7, STEPS - 5)
+    process = start(killed, small_corpus, overrides, "--run-dir", str(killed))
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if (killed / "metrics.jsonl").exists() and read_metrics(killed)[-1:] and read_metrics(killed)[-1]["step"] >= at: break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL); process.wait()
+    assert not (killed / "report.json").exists(), "the run ended before it was killed"
+    finish(start(killed, small_corpus, [], "--resume", str(killed)))
+    assert losses(killed) == losses(whole)
+    assert len(losses(whole)) == STEPS
+    a, b = (split_state({k: v for k, v in load_state(latest_checkpoint(d / "checkpoints")).items() if k != "seconds"}) for d in (whole, killed))
+    assert a[1] == b[1]
+    assert a[0].keys() == b[0].keys() and all(torch.equal(v, b[0][k]) for k, v in a[0].items())
+    ra, rb = (json.loads((d / "report.json").read_text()) for d in (whole, killed))
+    assert ra["val_loss"] == rb["val_loss"] and ra["config_hash"] == rb["config_hash"]
+
+
+def test_terminate_writes_a_checkpoint_and_says_how_to_go_on(tmp_path, small_corpus, small_overrides):
+    run_dir = tmp_path / "run"
+    process = start(run_dir, small_corpus, small_overrides + ["train.length=100000 steps", "train.checkpoint_every=99999"], "--run-dir", str(run_dir))
+    while not ((run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) > 3) and process.poll() is None: time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and "a checkpoint is written" in out and "resume" in out, out
+    assert latest_checkpoint(run_dir / "checkpoints") is not None
