@@ -11,11 +11,7 @@ def one_step(small_overrides, small_corpus, micro, extra):
     cfg = load_config("tiny", small_overrides + [f"train.micro_batch_sequences={micro}", "train.length=4 steps", "router.z_loss=0.001", *extra])
     state = TrainState(cfg, resolve(cfg), datasets(cfg, Corpus.open(small_corpus))[0], torch.device("cpu"))
     seen = {}
-    step = state.optimizer.step
-    def spy(*args, **kw):
-        seen.update({n: p.grad.clone() for n, p in state.model.named_parameters()})
-        return step(*args, **kw)
-    state.optimizer.step = spy
+    state.optimizer.register_step_pre_hook(lambda *_: seen.update({n: p.grad.clone() for n, p in state.model.named_parameters()}))
     return train_step(state), seen, state.model
 
 

@@ -224,7 +224,7 @@ def sha256_file(path) -> str:
         while block := f.read(1 << 20): sha.update(block)
     return sha.hexdigest()
 
-# %% ../../nbs/51_data.corpus.ipynb #7ba280d4
+# %% ../../nbs/51_data.corpus.ipynb #11c5f255
 _CHUNK = 1 << 21      # tokens handled at once after encoding
 
 class Progress:
@@ -254,7 +254,7 @@ class _Preparation:
         self.folder, self.source, self.request, self.progress, self.files, self.counts = folder, files, request, progress, {}, Counter()
         self.mb = sum(f.path.stat().st_size for f in files) / 1e6
         few = sum(1 for _ in islice(find_documents(files, self.counts), 20))
-        if not few: raise CorpusError(f"the sources hold no text: {len(files)} files, of which {_listed(self.counts)}")
+        if not few: raise CorpusError(f"no text in {', '.join(self.request['sources'])}: {len(files)} files, of which {_listed(self.counts)}")
         val = request["val"]
         self.val = val if val != "auto" else "hash" if few == 20 else "tail"
         self.fraction = request["val_fraction"] or (0.05 if self.val == "hash" else 0.1)

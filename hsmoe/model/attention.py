@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
     def forward(self, x): return _RMSNorm.apply(x, self.weight, self.eps)
     def extra_repr(self): return f"{self.weight.numel()}, eps={self.eps}"
 
-# %% ../../nbs/30_model.attention.ipynb #2ee2335d
+# %% ../../nbs/30_model.attention.ipynb #10cd305f
 def rope_table(
     n:int,             # positions 0 ... n-1
     head_dim:int,      # head width K, even
@@ -97,7 +97,7 @@ class _Rope(torch.autograd.Function):
     def backward(ctx, g): return _rotate(g, *ctx.saved_tensors, -1), None, None
 
 def apply_rope(
-    x_BHSK,   # queries or keys
+    x_BHSK,   # queries, keys, or both with one more dimension in front
     cos,      # [S, K/2], the rows of `rope_table` for these positions
     sin,      # [S, K/2]
 ):
@@ -255,7 +255,7 @@ class KVCache:
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
-# %% ../../nbs/30_model.attention.ipynb #be63bcba
+# %% ../../nbs/30_model.attention.ipynb #62c8860c
 class Attention(nn.Module):
     """Causal multi-head attention without biases, with named quantiser sites.
 
@@ -279,6 +279,7 @@ class Attention(nn.Module):
         self.rope, self.rope_theta, self.softmax, self.dropout = rope, rope_theta, softmax, dropout
         self.q, self.k, self.v = (nn.Linear(d_model, n_heads * head_dim, bias=False) for _ in range(3))
         self.o = nn.Linear(n_heads * head_dim, d_model, bias=False)
+        self.qk_norm = qk_norm
         self.q_norm, self.k_norm = (RMSNorm(head_dim) if qk_norm else nn.Identity() for _ in range(2))
         self.qkv_out, self.q_rope, self.k_rope, self.probs, self.head_out = (QuantSite(32) for _ in range(5))
         self.reset_parameters()
@@ -287,20 +288,23 @@ class Attention(nn.Module):
         "Xavier uniform: ±√(6 / (inputs + outputs)), ±0.044 at width 1536."
         for lin in (self.q, self.k, self.v, self.o): nn.init.xavier_uniform_(lin.weight)
 
-    def _heads(self, lin, x_BSD):
-        return self.qkv_out(lin(x_BSD)).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
+    def _project(self, x_BSD):
+        "Queries and keys `[2, B, H, S, K]`, values `[B, H, S, K]`: one product for the three projections, blocks of `qkv_out` inside each of them."
+        w = torch.cat([self.q.weight, self.k.weight, self.v.weight])
+        y = self.qkv_out(F.linear(x_BSD, w).unflatten(-1, (3, -1)))
+        y = y.unflatten(-1, (self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        return y[:2], y[2]
 
     def forward(self, x_BSD, cache=None):
         n, start = x_BSD.shape[1], 0 if cache is None else cache.length
         if start + n > self.max_seq_len:
             raise ValueError(f"Attention: position {start + n - 1} asked for, max_seq_len is {self.max_seq_len}")
-        q, k, v = (self._heads(lin, x_BSD) for lin in (self.q, self.k, self.v))
-        q, k = self.q_norm(q), self.k_norm(k)
+        qk, v = self._project(x_BSD)
+        if self.qk_norm: qk = torch.stack([self.q_norm(qk[0]), self.k_norm(qk[1])])
         if self.rope:
             table = _shared_rope_table(self.max_seq_len, self.head_dim, self.rope_theta, x_BSD.device)
-            cos, sin = (t[start:start + n] for t in table)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        q, k = self.q_rope(q), self.k_rope(k)
+            qk = apply_rope(qk, *(t[start:start + n] for t in table))
+        q, k = self.q_rope(qk[0]), self.k_rope(qk[1])
         if cache is not None:
             if cache.max_len is None: cache.max_len = self.max_seq_len
             k, v = cache.append(k, v)
