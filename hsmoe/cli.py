@@ -79,7 +79,7 @@ def plan(overrides:Overrides=None, preset:Preset="5b"):
     "Parameters by component, as built and as printed in the request."
     Console().print(render_table(load_config(preset, overrides or [])))
 
-# %% ../nbs/92_cli.ipynb #d8d283e3
+# %% ../nbs/92_cli.ipynb #5fa08603
 def check_parameters(notebook:Path, given:dict) -> dict:
     "Parameters of `notebook` with their defaults; `ConfigError` for one it does not have."
     import papermill
@@ -103,7 +103,7 @@ def run_notebook(notebook, parameters:dict, output=None, timeout:Optional[int]=N
     before = output.parent.exists()
     output.parent.mkdir(parents=True, exist_ok=True)
     try: papermill.execute_notebook(str(notebook), str(output), parameters, progress_bar=False, log_output=True, stdout_file=sys.stdout, stderr_file=sys.stderr,
-                                    kernel_name="python3", execution_timeout=timeout, cwd=str(Path.cwd()))
+                                    kernel_name="python3", execution_timeout=timeout, cwd=str(Path.cwd()), extra_arguments=["--IPKernelApp.log_level=40"])
     except papermill.PapermillExecutionError as e:
         if not before and set(output.parent.iterdir()) <= {output}: output.unlink(missing_ok=True); output.parent.rmdir()
         raise TrainingError(f"notebook {notebook} failed: {e.evalue}") from None

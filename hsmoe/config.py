@@ -106,7 +106,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #053aaac9
+# %% ../nbs/00_config.ipynb #792a5f3d
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -114,6 +114,7 @@ class TrainSection(Section):
     micro_batch_sequences: int = Field(512, ge=1) # a process, a forward pass
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0)                 # of a CPU; 0: torch's choice, or the faster of it and one where a run is timed first
     seed: int = Field(1234, ge=0)
     log_every: float = Field(1, gt=0)
     histogram_every: float = Field(10, gt=0)

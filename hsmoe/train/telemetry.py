@@ -6,13 +6,13 @@
 __all__ = ['seed_everything', 'source_hash', 'capture_env', 'peak_memory_bytes', 'MetricsLog', 'read_metrics', 'keep_until',
            'series', 'Progress', 'load_summary', 'log_routing_histogram']
 
-# %% ../../nbs/71_train.telemetry.ipynb #d04db9b9
+# %% ../../nbs/71_train.telemetry.ipynb #682780dd
 import hashlib, importlib.metadata, json, math, os, platform, random, resource, subprocess, sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 import hsmoe
 
@@ -58,7 +58,7 @@ def peak_memory_bytes() -> int:
     scale = 1 if sys.platform == "darwin" else 1024      # Linux reports KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
-# %% ../../nbs/71_train.telemetry.ipynb #6486832e
+# %% ../../nbs/71_train.telemetry.ipynb #ff3649fb
 class MetricsLog:
     "Appends records to `metrics.jsonl` and passes their numbers on to TensorBoard and Weights & Biases (SPEC T-06)."
     def __init__(self, run_dir, *, tensorboard:bool=True, wandb:str="offline", config=None, resume_step=None):
@@ -93,7 +93,7 @@ class MetricsLog:
         "Flush and close every sink."
         self.file.close()
         if self.tensorboard: self.tensorboard.close()
-        if self.wandb: self.wandb.finish(quiet=True)
+        if self.wandb: self.wandb.finish()
 
 def _plain(v):
     "A value JSON can hold: tensors become lists, NaN and infinities their names (JSON has no such numbers)."
