@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'TrainState', 'StepResult', 'train_step', 'time_trial', 'datasets',
-           'new_run_dir', 'Run', 'corpus_dir_for', 'ensure_corpus', 'run_training', 'load_run']
+           'new_run_dir', 'Run', 'corpus_options', 'corpus_dir_for', 'ensure_corpus', 'run_training', 'load_run']
 
 # %% ../../nbs/73_train.loop.ipynb #68c0d585
 import datetime, hashlib, json, math, signal, time
@@ -322,7 +322,13 @@ def finish(self:Run) -> dict:
     self.log.close()
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #23fcdfa6
+# %% ../../nbs/73_train.loop.ipynb #717ba353
+def corpus_options(cfg:Config) -> dict:
+    "Keyword arguments of `prepare_corpus` that `cfg` asks for."
+    d, m = cfg.data, cfg.mtp
+    return dict(tokenizer=d.tokenizer, vocab_size=cfg.model.vocab_size, val=d.split, val_fraction=d.val_fraction, seq_len=d.seq_len,
+                depth_target=m.multiplier if m.calibrate else None, bands=(m.low_bits, m.high_bits), max_depth=m.max_depth, heuristics=m.heuristics)
+
 def corpus_dir_for(cfg:Config, root="corpora") -> Path:
     "Folder of the corpus that `cfg` asks for: named by a hash of its settings and of the sources' files (name, size, time of change), so that edited text makes a new corpus."
     settings = {k: v for k, v in corpus_options(cfg).items() if k != "seq_len"}       # seq_len only refuses splits that are too short
