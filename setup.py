@@ -18,6 +18,7 @@ requirements = [
     "tokenizers>=0.20",
     "safetensors>=0.4.3",
     "typer>=0.12",
+    "rich>=13",
     "tqdm>=4.66",
     "psutil>=5.9",
     "matplotlib>=3.8",
@@ -30,6 +31,7 @@ extras = {
     "bnb": ["bitsandbytes>=0.45"],      # 8-bit AdamW as a second optimiser backend
     "wandb": ["wandb>=0.17"],           # Weights & Biases, offline by default
     "llama": ["llama-models>=0.3"],     # carries the Llama 3 tokenizer.model
+    "megatron": ["megatron-core>=0.16,<2; python_version < '3.12'"],   # process groups of scripts/train.py; the pinned 0.16.1 is the last for Python 3.10 and 3.11
     "dev": [                            # notebooks to modules, tests, documentation
         "nbdev>=2.4.14,<3",
         "execnb>=0.1.18,<0.2",

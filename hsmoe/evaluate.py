@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluate_run', 'sample_text']
 
-# %% ../nbs/80_evaluate.ipynb #403394a5
+# %% ../nbs/80_evaluate.ipynb #ab488e57
 import json
 from pathlib import Path
 from typing import Optional
@@ -14,14 +14,15 @@ import torch
 
 from .data.loader import PackedDataset
 from .model.hybrid import generate
-from .train.loop import TrainingError, load_run
+from .train.loop import TrainingError, load_run, run_corpus
+from .data.tokenizer import Tokenizer
 from .train.validation import bigram_baseline, validate
 
-# %% ../nbs/80_evaluate.ipynb #ffbdea80
+# %% ../nbs/80_evaluate.ipynb #4e9c77fb
 def evaluate_run(run_dir, tokens:Optional[int]=None, step:Optional[int]=None) -> dict:
     "Validation loss of a run beside its bigram, also written to `eval.json`; `tokens` limits the text, `step` picks a checkpoint."
     if tokens is not None and tokens < 1: raise TrainingError(f"tokens = {tokens} must be 1 or more")
-    model, cfg, corpus = load_run(run_dir, step)
+    (model, cfg), corpus = load_run(run_dir, step), run_corpus(run_dir)
     tokens = tokens or cfg.train.final_val_tokens
     data = PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1)
     token_bytes = corpus.tokenizer.token_bytes()
@@ -33,11 +34,13 @@ def evaluate_run(run_dir, tokens:Optional[int]=None, step:Optional[int]=None) ->
     aside.replace(Path(run_dir) / "eval.json")
     return out
 
-# %% ../nbs/80_evaluate.ipynb #f203eca8
+# %% ../nbs/80_evaluate.ipynb #213c0eee
 def sample_text(run_dir, prompt:str="", max_new_tokens:int=200, *, temperature:float=0.8, top_k:Optional[int]=40, seed:int=0, samples:int=1) -> list[str]:
     "Texts that a run's model writes after `prompt`, the prompt included; the same seed gives the same texts."
-    model, _, corpus = load_run(run_dir)
-    tokenizer, device = corpus.tokenizer, next(model.parameters()).device
-    start = torch.tensor([[tokenizer.bos_id] + tokenizer.encode(prompt)] * samples, device=device)
+    model, _ = load_run(run_dir)
+    tokenizer, device = Tokenizer.load(run_dir), next(model.parameters()).device
+    try: ids = tokenizer.encode(prompt)
+    except (ValueError, UnicodeError) as e: raise TrainingError(f"prompt {prompt!r} cannot be written in the tokens of {run_dir}: {e}") from None
+    start = torch.tensor([[tokenizer.bos_id] + ids] * samples, device=device)
     out = generate(model, start, max_new_tokens, temperature=temperature, top_k=top_k, generator=torch.Generator(device).manual_seed(seed), eos_id=tokenizer.eos_id)
     return [tokenizer.decode([i for i in row if i not in (tokenizer.bos_id, tokenizer.eos_id)]) for row in out.tolist()]

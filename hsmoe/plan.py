@@ -34,7 +34,7 @@ def parameter_table(cfg:Config) -> list[ParameterRow]:
     stored = stored_mib(model, cfg)
     return [ParameterRow(part, n, printed.get(_PRINTED.get(part)), stored.get(part)) for part, n in counts.items()]
 
-# %% ../nbs/90_plan.ipynb #8a5ac028
+# %% ../nbs/90_plan.ipynb #e7d82b00
 def stored_mib(model:HybridSparseMoEModel, cfg:Config) -> dict:
     "Packed MiB of the weights by component: tagged weights on their format, the rest in 4 bytes (router, embedding, norms) or the compute dtype."
     policy, out = quant_policy(cfg), {}
@@ -45,11 +45,14 @@ def stored_mib(model:HybridSparseMoEModel, cfg:Config) -> dict:
     out["total"] = sum(v for k, v in out.items() if k != "depth_heads")
     return out
 
+_LABELS = dict(depth_heads="depth heads (training only)", active_experts="active: experts alone", active="active: + attention, dense, router, norms", active_with_head="active: + tied head")
+
 def render_table(cfg:Config) -> Table:
     "The parameter table for a terminal."
     table = Table(title=f"{cfg.name}: {cfg.model.n_layers} layers, {cfg.model.n_routed} routed top-{cfg.model.top_k} + {cfg.model.n_shared} shared experts, weights {cfg.quant.weight_format or 'unquantised'}")
     for c in ("component", "built", "printed", "built - printed", "packed MiB"): table.add_column(c, justify="left" if c == "component" else "right")
     for r in parameter_table(cfg):
-        diff = "" if r.printed is None else f"{r.built - r.printed:+,}"
-        table.add_row(r.component.replace("_", " "), f"{r.built:,}", "" if r.printed is None else f"{r.printed:,}", diff, "" if r.mib is None else f"{r.mib:,.1f}")
+        comparable = r.printed is not None and cfg.model.n_layers == cfg.printed["M-01"]["n_layers"]     # a slice has nothing printed to compare with
+        diff = f"{r.built - r.printed:+,}" if comparable else ""
+        table.add_row(_LABELS.get(r.component, r.component), f"{r.built:,}", f"{r.printed:,}" if comparable else "", diff, "" if r.mib is None else f"{r.mib:,.1f}")
     return table

@@ -4,26 +4,28 @@ set -euo pipefail
 
 usage() { cat <<'TEXT'
 usage: bash scripts/setup_env.sh [options]
-  --manager pip|uv|conda            who installs (default pip)
+  --manager uv|pip|conda            who installs (default: uv where it is on PATH, else pip; see below for the CPU build of torch)
   --device cpu|cu126|cu128|cu130    which build of torch (default cpu)
-  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer)
+  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer), megatron (Megatron Core; Python 3.10 or 3.11)
   --venv DIR                        where (default $HSMOE_VENV, else .venv at the top of the repository)
-  --python PYTHON                   the interpreter to build on, 3.10 to 3.12 (default: 3.11 where there is one); conda brings its own
+  --python PYTHON                   the interpreter to build on, 3.10 to 3.12 (default: 3.11 where there is one); conda brings its own of that version
   --torch-source DIR|URL            a folder of wheels or a package index that holds the wanted build of torch (default $HSMOE_TORCH_SOURCE)
   --if-needed                       do nothing where the environment was built from the present pins.txt and setup.py
   --dry-run                         print the commands, run none
 
-The three managers read the same pins.txt, as constraints. Where torch comes from, when --torch-source does not say:
+The three managers read the same pins.txt, as constraints. The first line says which of them works, and why.
+Where torch comes from, when --torch-source does not say:
   uv      knows PyTorch's own package indexes and takes the build that --device names (--torch-backend)
   pip     takes what it is set up to find (pip config, PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL). Its default for Linux is a CUDA build of
-          several GB, which also runs on a CPU; for a small CPU install, or for another CUDA version, give --torch-source
+          several GB, which also runs on a CPU. The build of a CUDA version must be in what it is set up to find, or in --torch-source
   conda   makes Python and pip, then does as pip
+For --device cpu the default is pip where --torch-source is given, or where pip is set up with a folder that holds the pinned CPU build of torch.
 TEXT
 }
 die() { printf 'setup_env: %s\n' "$*" >&2; exit 2; }
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-manager=pip device=cpu extras= python= if_needed= dry_run=
+manager= why= device=cpu extras= python= if_needed= dry_run=
 venv="${HSMOE_VENV:-$root/.venv}" torch_source="${HSMOE_TORCH_SOURCE:-}"
 
 read_options() {
@@ -44,11 +46,11 @@ read_options() {
     done
 }
 check_options() {
-    case "$manager" in pip|uv|conda) ;; *) die "unknown manager '$manager'; allowed are pip, uv, conda.";; esac
+    case "$manager" in ''|pip|uv|conda) ;; *) die "unknown manager '$manager'; allowed are pip, uv, conda.";; esac
     case "$device" in cpu|cu126|cu128|cu130) ;; *) die "unknown device '$device'; allowed are cpu, cu126, cu128, cu130.";; esac
     local extra
     for extra in ${extras//,/ }; do
-        case "$extra" in llama|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, and dev, bnb, wandb, which are always there.";; esac
+        case "$extra" in llama|megatron|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, megatron, and dev, bnb, wandb, which are always there.";; esac
     done
     [ -n "$venv" ] || die "--venv is empty; it takes the folder of the environment."
     case "$venv" in /*) ;; *) venv="$PWD/$venv";; esac
@@ -58,16 +60,58 @@ check_options() {
 # What the environment depends on, in one number: written into the environment when it is complete.
 fingerprint() { cat "$root/pins.txt" "$root/setup.py" "$root/settings.ini" | cksum | tr ' ' -; }
 
-find_python() {
+find_python() {         # sets `python` to an interpreter; for conda, which brings its own, to a version
     local candidate supported='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
+    if [ "$manager" = conda ]; then
+        python="${python:-3.11}"
+        if [[ "$python" =~ ^(python)?(3\.1[0-2](\.[0-9]+)?)$ ]]; then python="${BASH_REMATCH[2]}"; return; fi
+    elif [ -x "$venv/bin/python" ]; then python="$venv/bin/python"; return; fi
     if [ -n "$python" ]; then
         "$python" -c "$supported" 2>/dev/null || die "'$python' is not a working Python 3.10, 3.11 or 3.12."
-        return
+    else
+        for candidate in python3.11 python3 python python3.12 python3.10; do
+            if "$candidate" -c "$supported" 2>/dev/null; then python="$candidate"; break; fi
+        done
+        [ -n "$python" ] || die "no Python 3.10, 3.11 or 3.12 on PATH; name one with --python."
     fi
-    for candidate in python3.11 python3 python python3.12 python3.10; do
-        if "$candidate" -c "$supported" 2>/dev/null; then python="$candidate"; return; fi
-    done
-    die "no Python 3.10, 3.11 or 3.12 on PATH; name one with --python."
+    if [ "$manager" = conda ]; then python="$(python_version)"; fi
+}
+python_version() { if [ -x "$(command -v "$python")" ]; then "$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; else echo "$python"; fi; }
+
+pip_settings() {        # what pip is set up with, a word a line; conda's pip reads the same settings
+    local interpreter="$python"
+    if [ "$manager" = conda ]; then interpreter=python3; fi
+    { "$interpreter" -m pip config list 2>/dev/null || true; printenv PIP_FIND_LINKS PIP_INDEX_URL PIP_EXTRA_INDEX_URL || true; } | tr "=' " '\n'
+}
+local_torch() {         # local_torch BUILD: the first folder in which pip finds that build of the pinned torch; fails where there is none
+    local folder
+    while IFS= read -r folder; do
+        folder="${folder#file://}"
+        if [ -z "$folder" ] || ! compgen -G "$folder/torch-${torch#torch==}+$1-*.whl" > /dev/null; then continue; fi
+        # that the wheel suits this Python, pip knows; for conda's it cannot be asked yet
+        if [ "$manager" = conda ] || PIP_CONFIG_FILE=/dev/null "$python" -m pip --isolated --disable-pip-version-check install --quiet --dry-run \
+            --ignore-installed --no-deps --no-index --find-links "$folder" "$torch+$1" > /dev/null 2>&1; then echo "$folder"; return; fi
+    done < <(pip_settings)
+    return 1
+}
+
+choose_manager() {      # sets `manager` and `why`
+    local folder
+    if [ -n "$manager" ]; then why="${why:-as --manager says}"
+    elif ! command -v uv > /dev/null; then manager=pip why="uv is not on PATH"
+    elif [ "$device" = cpu ] && [ -n "$torch_source" ]; then manager=pip why="--torch-source says where the CPU build of torch is"
+    elif [ "$device" = cpu ] && folder="$(local_torch cpu)"; then manager=pip why="it finds the CPU build of torch in $folder"
+    else manager=uv why="it is on PATH"; fi
+}
+
+check_choice() {        # what cannot work is refused before anything is made or loaded
+    case "$manager" in uv|conda) [ -n "$dry_run" ] || command -v "$manager" > /dev/null || die "$manager is not on PATH; install it, or use --manager pip.";; esac
+    if [ "$manager" != uv ] && [ "$device" != cpu ] && [ -z "$torch_source" ] && ! pip_settings | grep "/$device/*$" > /dev/null && ! local_torch "$device" > /dev/null; then
+        die "$manager is not set up to find the $device build of torch; use --manager uv, which knows where it is, or name a folder or index that holds it with --torch-source."
+    fi
+    case "$groups:$(python_version)" in
+        *megatron*:3.12*) die "the extra 'megatron' needs Python 3.10 or 3.11, and this one is 3.12; name another with --python, or leave the extra out.";;
+    esac
 }
 
 run() {     # run LABEL COMMAND…: a dry run shows the command, else it is carried out, timed, and its output kept for the case that it fails
@@ -89,31 +133,30 @@ torch_arguments() {     # where torch comes from, one argument a line
 }
 
 verify() {
-    "$venv/bin/python" - "$device" <<'PY'
-import platform, sys
+    "$venv/bin/python" -W ignore - "$device" "$groups" <<'PY'
+import importlib.metadata, platform, sys
 import torch, hsmoe
 want, cuda = sys.argv[1], torch.version.cuda
 print(f"  Python {platform.python_version()}, torch {torch.__version__}, hsmoe {hsmoe.__version__}, "
       f"CUDA {cuda or 'none'}, GPUs visible {torch.cuda.device_count()}")
+if "megatron" in sys.argv[2].split(","):
+    from megatron.core import parallel_state
+    print(f"  Megatron Core {importlib.metadata.version('megatron-core')}")
 if want != "cpu" and (cuda or "").replace(".", "") != want[2:]:
     sys.exit(f"setup_env: torch {torch.__version__} is not the {want} build; build a new --venv and name a source that holds it with --torch-source, or use --manager uv.")
 PY
 }
 
 build() {
-    local torch install=() source=() line new=
-    torch="$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$root/pins.txt")"
+    local install=() source=() line
     while IFS= read -r line; do source+=("$line"); done < <(torch_arguments)
-    [ -x "$venv/bin/python" ] || new=1
-    case "$manager" in
-        pip|uv)
-            if [ -n "$new" ]; then
-                find_python
-                if [ "$manager" = pip ]; then run "environment by $python" "$python" -m venv "$venv"
-                else run "environment by uv" uv venv --quiet --python "$python" "$venv"; fi
-            fi;;
-        conda) if [ -n "$new" ]; then run "environment by conda" conda create --quiet --yes --prefix "$venv" "python=${python:-3.11}" pip; fi;;
-    esac
+    if ! [ -x "$venv/bin/python" ]; then
+        case "$manager" in
+            pip) run "environment by $python" "$python" -m venv "$venv";;
+            uv) run "environment by uv" uv venv --quiet --python "$python" "$venv";;
+            conda) run "environment by conda" conda create --quiet --yes --prefix "$venv" "python=$python" pip;;
+        esac
+    fi
     if [ "$manager" = uv ]; then install=(uv pip install --quiet --python "$venv/bin/python")
     else install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check); fi
     run "build tools" "${install[@]}" --constraint pins.txt setuptools wheel
@@ -126,16 +169,20 @@ read_options "$@"
 stamp() { echo "$venv/hsmoe-environment.txt"; }
 if [ -n "$if_needed" ] && [ -f "$(stamp)" ]; then       # an older environment is renewed the way it was made
     { read -r built_from; read -r manager; read -r device; read -r extras; read -r torch_source; } < "$(stamp)"
+    why="as it was built"
     if [ "$built_from" = "$(fingerprint) $root" ]; then exit 0; fi
 fi
 check_options
 cd "$root"
 groups=dev,bnb,wandb
 for extra in ${extras//,/ }; do case ",$groups," in *",$extra,"*) ;; *) groups="$groups,$extra";; esac; done
-case "$manager" in uv|conda) [ -n "$dry_run" ] || command -v "$manager" >/dev/null || die "$manager is not on PATH; install it, or use --manager pip.";; esac
+torch="$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' pins.txt)"
+find_python
+choose_manager
+check_choice
 start=$SECONDS
 log="$(mktemp)"; trap 'rm -f "$log"' EXIT
-[ -n "$dry_run" ] || echo "Environment $venv ($manager, $device, $groups):"
+echo "${dry_run:+# }Environment $venv by $manager ($why), for $device, with $groups:"
 build
 if [ -n "$dry_run" ]; then exit 0; fi
 verify

@@ -95,3 +95,53 @@ def test_run_folder_that_cannot_be_written(hsmoe_cli, tmp_path, small_corpus, sm
 def test_no_run(hsmoe_cli):
     complaint(hsmoe_cli("eval", "nowhere"), "nowhere", "not a run folder")
     complaint(hsmoe_cli("generate", "nowhere"), "nowhere", "not a run folder")
+
+
+def test_a_flipped_byte_in_a_shard(hsmoe_cli, tmp_path, small_corpus, small_overrides):
+    shutil.copytree(small_corpus, tmp_path / "corpus")
+    shard = next((tmp_path / "corpus").glob("train*.tokens.bin"))
+    data = bytearray(shard.read_bytes()); data[100] ^= 1; shard.write_bytes(data)
+    complaint(hsmoe_cli("train", "--corpus", "corpus", *small_overrides, "train.length=6 steps"), shard.name, "SHA-256")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_finished_run_refuses(hsmoe_cli, tmp_path, small_corpus, small_overrides):
+    assert hsmoe_cli("train", "--corpus", small_corpus, "--run-dir", "run", *small_overrides, "train.length=6 steps").returncode == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert hsmoe_cli("train", "--corpus", small_corpus, "--resume", "run").returncode == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+    complaint(hsmoe_cli("train", "--corpus", small_corpus, "--resume", "run", "--preset", "shakespeare"), "another configuration")
+    complaint(hsmoe_cli("train", "--corpus", small_corpus, "--resume", "run", "--minutes", "1"), "keeps the length")
+    elsewhere = tmp_path / "other"
+    elsewhere.mkdir()
+    for i in range(30): (elsewhere / f"{i}.txt").write_text(f"another text, number {i}. " * 60)
+    result = hsmoe_cli("prepare", "--source", "other", *SMALL, "train.length=6 steps")
+    assert result.returncode == 0, result.stderr
+    other = result.stdout.split()[-1]
+    complaint(hsmoe_cli("train", "--corpus", other, "--resume", "run"), "fingerprint")
+    record = json.loads((tmp_path / "run" / "corpus.json").read_text())
+    (tmp_path / "run" / "corpus.json").write_text(json.dumps({**record, "path": str(tmp_path / other)}))
+    complaint(hsmoe_cli("eval", "run"), "fingerprint")
+    (tmp_path / "run" / "corpus.json").unlink()
+    complaint(hsmoe_cli("eval", "run"), "corpus.json")
+    assert hsmoe_cli("generate", "run", "--prompt", "def é", "--max-new-tokens", "5").returncode == 0
+
+
+def test_one_text_file_is_enough(hsmoe_cli, tmp_path):
+    (tmp_path / "one.txt").write_text("\n".join(f"line {i}: the quick brown fox counts to {i * i}" for i in range(3000)))
+    result = hsmoe_cli("prepare", "--source", "one.txt", *SMALL)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_notebook_run_is_not_written_over(hsmoe_cli, tmp_path):
+    from conftest import ROOT
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("name: x\n")
+    (tmp_path / "run" / "train.ipynb").write_text("kept")
+    (tmp_path / "some").mkdir()
+    for i in range(30): (tmp_path / "some" / f"{i}.txt").write_text(f"a text, number {i}. " * 60)
+    result = hsmoe_cli("run", ROOT / "nbs/runs/train.ipynb", "-p", "run_dir", "run", "-p", "source", "[some]", "-p", "overrides", json.dumps(SMALL))
+    assert result.returncode == 2 and "already holds a run" in result.stderr
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.yaml", "train.ipynb"] and (tmp_path / "run" / "train.ipynb").read_text() == "kept"
+    (tmp_path / "broken.ipynb").write_text("{")
+    complaint(hsmoe_cli("run", "broken.ipynb"), "broken.ipynb", "not a notebook")

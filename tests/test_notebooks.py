@@ -2,6 +2,9 @@
 import json
 
 import nbformat, pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hsmoe.train.telemetry import read_metrics
 
 from conftest import ROOT
 
@@ -42,8 +45,11 @@ def test_misspelt_parameter_and_failing_notebook(hsmoe_cli, tmp_path):
 
 
 def test_minutes_become_steps(hsmoe_cli, tmp_path, small_corpus, small_overrides):
-    result = hsmoe_cli("train", "--corpus", small_corpus, "--run-dir", "run", "--minutes", "0.1", *small_overrides, "train.validate_every=0.5")
+    result = hsmoe_cli("train", "--corpus", small_corpus, "--run-dir", "run", "--minutes", "0.1", *small_overrides, "train.validate_every=0.5", "train.tensorboard=true", "train.wandb=offline")
     assert result.returncode == 0, result.stderr
+    scalars = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("val_loss")
+    assert [s.value for s in scalars] == pytest.approx([r["val_loss"] for r in read_metrics(tmp_path / "run") if "val_loss" in r])
+    assert any(p.stat().st_size > 1000 for p in (tmp_path / "run" / "wandb").rglob("*.wandb"))
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["steps"] > 1 and report["seconds"] < 30
     assert f"length: {report['steps']} steps" in (tmp_path / "run" / "config.yaml").read_text()

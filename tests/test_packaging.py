@@ -103,7 +103,7 @@ def test_metadata(root, meta):
     version = re.search(r'__version__ = "(.*)"', (root / "hsmoe" / "__init__.py").read_text())[1]
     assert meta["Version"] == settings["version"] == version
     assert meta["Requires-Python"] == f">={settings['min_python']}"
-    assert {"dev", "llama", "bnb", "wandb"} <= set(meta.get_all("Provides-Extra"))
+    assert {"dev", "llama", "bnb", "wandb", "megatron"} <= set(meta.get_all("Provides-Extra"))
 
 
 def test_every_requirement_has_one_pin_within_its_range(meta, requirements, pins):
@@ -115,6 +115,18 @@ def test_every_requirement_has_one_pin_within_its_range(meta, requirements, pins
             versions = pinned(pins, need.name, python)
             assert len(versions) == 1, f"{need.name} has {len(versions)} pins under Python {python}"
             assert need.specifier.contains(versions[0]), f"{need.name}=={versions[0]} is outside {need.specifier}"
+
+
+def test_megatron_core_is_pinned_where_it_can_be_installed(requirements, pins):
+    need = next(r for r in requirements if r.name == "megatron-core")
+    assert [need.marker.evaluate(environment(p, "megatron")) for p in PYTHONS] == [True, True, False] and not need.marker.evaluate(environment("3.11"))
+    assert [pinned(pins, "megatron-core", p) for p in PYTHONS] == [["0.16.1"], ["0.16.1"], []]
+    assert need.specifier.contains("0.16.1") and need.specifier.contains("0.17.1") and not need.specifier.contains("2.0") and not need.specifier.contains("0.15.3")
+    try: installed = metadata.requires("megatron-core")
+    except metadata.PackageNotFoundError: return
+    for needed in map(Requirement, installed):      # what it needs is pinned too, so that no other torch comes with it
+        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            assert all(needed.specifier.contains(v) for v in pinned(pins, needed.name, "%d.%d" % sys.version_info[:2])), str(needed)
 
 
 def test_pins_are_exact_and_unambiguous(pins):
@@ -165,39 +177,122 @@ def test_modules_import_only_what_is_declared(root, requirements):
                 assert {canonicalize_name(o) for o in owners.get(name, [])} & core, f"{path.name} imports {name}, which setup.py does not require"
 
 
-@pytest.mark.parametrize("manager", ["pip", "uv", "conda"])
-@pytest.mark.parametrize("device", ["cpu", "cu126", "cu128", "cu130"])
+NO_PIP_SETTINGS = dict(HSMOE_TORCH_SOURCE="", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_INDEX_URL="", PIP_EXTRA_INDEX_URL="")
+
+
+def torch_pin(pins):
+    return next(iter(next(p for p in pins if p.name == "torch").specifier)).version
+
+
+@pytest.fixture
+def path_without_uv():
+    return os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "uv").exists() or (Path(p) / "bash").exists())
+
+
+@pytest.fixture
+def path_with_uv(tmp_path, path_without_uv):
+    "PATH with an executable called uv, which a dry run never starts."
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    return f"{tmp_path / 'bin'}{os.pathsep}{path_without_uv}"
+
+
+@pytest.fixture
+def wheels(tmp_path, pins):
+    "A folder with wheels that pip takes for the pinned torch: builds for a CPU and for CUDA 12.8."
+    folder, version = tmp_path / "wheels", torch_pin(pins)
+    folder.mkdir()
+    for build in ("cpu", "cu128"):
+        info = f"torch-{version}+{build}.dist-info"
+        with zipfile.ZipFile(folder / f"torch-{version}+{build}-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}+{build}\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+@pytest.mark.parametrize("manager, device", [("pip", "cpu"), ("conda", "cpu"), *(("uv", d) for d in ("cpu", "cu126", "cu128", "cu130"))])
 def test_setup_env_dry_run(root, pins, tmp_path, manager, device):
     venv = tmp_path / "an env"
-    done = script(root, "setup_env.sh", "--manager", manager, "--device", device, "--extras", "llama", "--venv", str(venv), "--dry-run",
-                  HSMOE_TORCH_SOURCE="")
+    done = script(root, "setup_env.sh", "--manager", manager, "--device", device, "--extras", "llama", "--venv", str(venv), "--dry-run", **NO_PIP_SETTINGS)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    first, *lines = done.stdout.splitlines()
+    assert first == f"# Environment {venv} by {manager} (as --manager says), for {device}, with dev,bnb,wandb,llama:"
     assert len(lines) == 4 and not venv.exists()
     assert ("conda create" if manager == "conda" else "venv") in lines[0] and "an\\ env" in lines[0]
-    torch = next(p for p in pins if p.name == "torch")
-    assert lines[2].endswith(f"torch{torch.specifier}") and lines[3].endswith(r"--editable .\[dev\,bnb\,wandb\,llama\]")
+    assert lines[2].endswith(f"torch=={torch_pin(pins)}") and lines[3].endswith(r"--editable .\[dev\,bnb\,wandb\,llama\]")
     assert all("--constraint pins.txt" in lines[i] for i in (1, 3))
     assert (f"--torch-backend {device}" in lines[2]) == (manager == "uv")
     assert "://" not in done.stdout
 
 
 @pytest.mark.parametrize("manager", ["pip", "uv", "conda"])
-def test_setup_env_takes_torch_from_a_folder(root, tmp_path, manager):
-    done = script(root, "setup_env.sh", "--manager", manager, "--torch-source", str(tmp_path), "--venv", str(tmp_path / "env"), "--dry-run")
+@pytest.mark.parametrize("device", ["cpu", "cu128"])
+def test_setup_env_takes_torch_from_a_folder(root, tmp_path, manager, device):
+    done = script(root, "setup_env.sh", "--manager", manager, "--device", device, "--torch-source", str(tmp_path), "--venv", str(tmp_path / "env"), "--dry-run")
     assert f"--find-links {tmp_path}" in done.stdout and "--torch-backend" not in done.stdout
+
+
+@pytest.mark.parametrize("options, settings, uv, manager, why", [
+    ([], {}, True, "uv", "it is on PATH"),                                                      # SPEC E-11
+    (["--device", "cu128"], dict(PIP_FIND_LINKS="WHEELS"), True, "uv", "it is on PATH"),
+    ([], {}, False, "pip", "uv is not on PATH"),
+    ([], dict(PIP_FIND_LINKS="WHEELS"), True, "pip", "it finds the CPU build of torch in WHEELS"),
+    ([], dict(PIP_FIND_LINKS="file://WHEELS"), True, "pip", "it finds the CPU build of torch in WHEELS"),
+    ([], dict(PIP_CONFIG_FILE="CONFIG"), True, "pip", "it finds the CPU build of torch in WHEELS"),
+    ([], dict(PIP_FIND_LINKS="/no/folder"), True, "uv", "it is on PATH"),
+    (["--torch-source", "WHEELS"], {}, True, "pip", "--torch-source says where the CPU build of torch is"),
+    (["--manager", "uv"], dict(PIP_FIND_LINKS="WHEELS"), True, "uv", "as --manager says"),
+])
+def test_setup_env_says_which_manager_and_why(root, tmp_path, wheels, path_with_uv, path_without_uv, options, settings, uv, manager, why):
+    config = tmp_path / "pip.conf"
+    config.write_text(f"[global]\nfind-links = {wheels}\n")
+    fill = lambda text: text.replace("WHEELS", str(wheels)).replace("CONFIG", str(config))
+    done = script(root, "setup_env.sh", *map(fill, options), "--venv", str(tmp_path / "env"), "--dry-run",
+                  **{**NO_PIP_SETTINGS, **{k: fill(v) for k, v in settings.items()}, "PATH": path_with_uv if uv else path_without_uv})
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()[:2]
+    assert first.startswith(f"# Environment {tmp_path / 'env'} by {manager} ({fill(why)}), for ")
+    assert second.startswith("uv venv") == (manager == "uv")
+
+
+def test_setup_env_leaves_a_wheel_for_another_python_to_pip(root, tmp_path, wheels, path_with_uv):
+    for wheel in wheels.iterdir():
+        wheel.rename(str(wheel).replace("py3-none-any", "cp27-cp27m-win32"))
+    done = script(root, "setup_env.sh", "--venv", str(tmp_path / "env"), "--dry-run", **{**NO_PIP_SETTINGS, "PIP_FIND_LINKS": str(wheels), "PATH": path_with_uv})
+    assert " by uv (it is on PATH)" in done.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("given, version", [(None, "3.11"), ("python3.11", "3.11"), ("3.10", "3.10"), ("3.12.4", "3.12.4"), (sys.executable, "%d.%d" % sys.version_info[:2])])
+def test_setup_env_gives_conda_a_version(root, tmp_path, given, version):
+    done = script(root, "setup_env.sh", "--manager", "conda", *(["--python", given] if given else []), "--venv", str(tmp_path / "env"), "--dry-run", **NO_PIP_SETTINGS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].endswith(f" python={version} pip")
+
+
+@pytest.mark.parametrize("settings", [dict(PIP_FIND_LINKS="WHEELS"), dict(PIP_EXTRA_INDEX_URL="https://example.org/whl/cu128")])
+@pytest.mark.parametrize("manager", ["pip", "conda"])
+def test_setup_env_takes_a_cuda_build_that_pip_is_set_up_to_find(root, tmp_path, wheels, manager, settings):
+    done = script(root, "setup_env.sh", "--manager", manager, "--device", "cu128", "--venv", str(tmp_path / "env"), "--dry-run",
+                  **{**NO_PIP_SETTINGS, **{k: v.replace("WHEELS", str(wheels)) for k, v in settings.items()}})
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 5, done.stderr
 
 
 @pytest.mark.parametrize("options, words", [
     (["--manager", "poetry"], ["poetry", "pip, uv, conda"]),
     (["--device", "cu100"], ["cu100", "cpu, cu126, cu128, cu130"]),
-    (["--extras", "llama,mice"], ["mice", "llama"]),
+    (["--extras", "llama,mice"], ["mice", "llama", "megatron"]),
     (["--python", "/no/python"], ["/no/python", "3.11"]),
+    (["--manager", "conda", "--python", "python2"], ["python2", "3.11"]),
+    (["--manager", "conda", "--python", "3.12", "--extras", "megatron"], ["megatron", "3.10 or 3.11"]),
+    (["--manager", "pip", "--device", "cu126"], ["pip", "cu126", "--manager uv", "--torch-source"]),
+    (["--manager", "conda", "--device", "cu130"], ["conda", "cu130", "--manager uv", "--torch-source"]),
     (["--frob"], ["--frob", "--manager"]),
     (["--device"], ["--device", "value"]),
 ])
 def test_setup_env_refuses_in_one_sentence(root, tmp_path, options, words):
-    done = script(root, "setup_env.sh", *options, "--venv", str(tmp_path / "env"), "--dry-run") if options[-1] != "--device" else \
+    done = script(root, "setup_env.sh", *options, "--venv", str(tmp_path / "env"), "--dry-run", **NO_PIP_SETTINGS) if options[-1] != "--device" else \
         script(root, "setup_env.sh", "--dry-run", *options)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert all(word in done.stderr for word in words) and not (tmp_path / "env").exists()

@@ -38,7 +38,7 @@ class FP32Module(nn.Module):
             return t.to(new.device) if new.dtype in (torch.bfloat16, torch.float16) else new
         return super()._apply(keep, recurse)
 
-# %% ../../nbs/31_model.router.ipynb #4ba241fc
+# %% ../../nbs/31_model.router.ipynb #7b9aa77c
 class Router(FP32Module):
     "Linear router in fp32: softmax gates, top-k selection with a balancing bias, straight-through gradient (SPEC M-04, Q-04, Q-05, S-01)"
     def __init__(self,
@@ -85,7 +85,7 @@ class Router(FP32Module):
         logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight, self.bias)
         z_TE = self.router_logits(logits_TE) / self.temperature
         lse_T1 = z_TE.logsumexp(1, keepdim=True)
-        if not (ok := lse_T1.isfinite()).all():
+        if not (ok := logits_TE.isfinite().all(1, keepdim=True) & lse_T1.isfinite()).all():
             raise ValueError(f"router of {self.name}: the logits of {int((~ok).sum())} of {len(ok)} tokens are NaN or infinite, all must be finite")
         logp_TE = z_TE - lse_T1
         probs_TE = logp_TE.exp()

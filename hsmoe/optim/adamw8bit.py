@@ -37,7 +37,7 @@ def clip_grad_norm_(params, max_norm: float) -> torch.Tensor:
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #4234bb55
+# %% ../../nbs/60_optim.adamw8bit.ipynb #3d998be8
 class _Masters(torch.optim.Optimizer):
     "Owns the masters and keeps the settings of the outer and the inner optimiser equal."
     _private = ("params", "param_names")
@@ -62,6 +62,7 @@ class _Masters(torch.optim.Optimizer):
         master = getattr(p, "master", None)
         if master is None: master = p.detach().to(torch.float32, copy=True)
         else: del p.master
+        master = master.to(p.device)     # `model.to` moves parameters, not their attributes
         if master.dtype != torch.float32 or master.shape != p.shape:
             raise ValueError(f"the master of a parameter of shape {tuple(p.shape)} is {master.dtype} {tuple(master.shape)}: it must be float32 of the same shape")
         master.block_format = fmt

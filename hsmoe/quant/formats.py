@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ELEMENTS', 'SCALES', 'FORMATS', 'ALIASES', 'Codebook', 'element_codes', 'round_to_element', 'round_to_scale',
-           'BlockFormat', 'qdq', 'quantize', 'dequantize', 'scale_stats']
+           'BlockFormat', 'qdq', 'scale_for', 'quantize', 'dequantize', 'scale_stats']
 
 # %% ../../nbs/10_quant.formats.ipynb #a11ab6ec
 import difflib
@@ -214,7 +214,7 @@ def _exact(element, scale, tensor_scale, dtype):
     products = products[(products.abs() >= normal.tiny) & (products.abs() <= normal.max)]
     return bool((products.to(dtype).double() == products).all())
 
-# %% ../../nbs/10_quant.formats.ipynb #00701a86
+# %% ../../nbs/10_quant.formats.ipynb #d72aacb9
 _CHUNK = 131_072                                   # elements a core handles between two looks at memory: three buffers fit its L2
 
 def _to_blocks(x: Tensor, block) -> Tensor:
@@ -246,21 +246,22 @@ def _block_scales(v: Tensor, fmt: BlockFormat, scratch: Tensor = None):
     if fmt.scale_clip: s.clamp_(*(bound / fmt.tensor_scale for bound in fmt.scale_clip))
     return amax, _round_scale_(s, fmt.scale, fmt.rounding).add_(amax, alpha=0)    # inf·0 = NaN·0 = NaN
 
-def _to_grid(v: Tensor, fmt: BlockFormat, out: Tensor, scratch: Tensor):
+def _to_grid(v: Tensor, fmt: BlockFormat, out: Tensor, scratch: Tensor, block_scale: float | None = None):
     "Elements on their grid (into `out`), the block scales, and the step s·t that an element counts."
-    _, s = _block_scales(v, fmt, scratch)
+    s = _block_scales(v, fmt, scratch)[1] if block_scale is None else v.new_full((1, 1, 1, 1), block_scale)
     step = s * fmt.tensor_scale
     step.masked_fill_(step == 0, 2.0**126)                               # a scale of zero: every element rounds to zero
     if v.shape[1] > 1: step = step.expand(-1, -1, -1, v.shape[3]).contiguous()    # long inner loops instead of many short ones
     return _round_(torch.div(v, step, out=out), fmt.book, scratch), s, step
 
 @torch.no_grad()
-def qdq(x: Tensor, fmt) -> Tensor:
+def qdq(x: Tensor, fmt, block_scale: float | None = None) -> Tensor:
     """`x` rounded to the format: same shape and dtype. The reference every kernel is tested against.
 
     Blocks tile the last two dimensions (matrices of a stack never share one); a block that does not divide them is padded with zeros.
     Computed in float32 and cast once. A block holding NaN or infinity becomes NaN as a whole; a zero block, or one whose
-    scale rounds to zero, becomes zeros. Errors: `TypeError` if x is not floating point. Source: SPEC Q-01, Q-07."""
+    scale rounds to zero, becomes zeros. With `block_scale` (positive, from the scale's code book) all blocks share that fixed scale: larger values
+    saturate, and NaN or infinity makes NaN of itself only. Errors: `TypeError` if x is not floating point. Source: SPEC Q-01, Q-02, Q-07."""
     fmt = BlockFormat.parse(fmt)
     v = _to_blocks(x, fmt.block)
     if v.numel() == 0: return x.clone()
@@ -268,11 +269,16 @@ def qdq(x: Tensor, fmt) -> Tensor:
     rows = v.shape[0] if v.device.type != "cpu" else max(1, _CHUNK * torch.get_num_threads() // v[0].numel())
     scratch = torch.empty_like(v[:rows], dtype=torch.int32)
     for part, into in zip(v.split(rows), out.split(rows)):
-        q, _, step = _to_grid(part, fmt, into, scratch[:len(part)])
+        q, _, step = _to_grid(part, fmt, into, scratch[:len(part)], block_scale)
         q.mul_(step)
+        if block_scale is not None: q.add_(part, alpha=0)                # inf·0 = NaN: saturation hides no infinity
     return _from_blocks(out, x.shape).to(x.dtype)
 
-# %% ../../nbs/10_quant.formats.ipynb #a32b3785
+def scale_for(amax: float, fmt) -> float:
+    "The rounded scale, without the tensor scale, that `qdq` gives a block whose largest magnitude is `amax`."
+    return float(_block_scales(torch.full((1, 1, 1, 1), amax, dtype=torch.float32, device="cpu"), BlockFormat.parse(fmt))[1])
+
+# %% ../../nbs/10_quant.formats.ipynb #f7c201c4
 def _encode(v: Tensor, name: str) -> Tensor:
     "Codes of values that lie on the grid of `name`."
     book = ELEMENTS.get(name) or SCALES[name]
@@ -308,15 +314,18 @@ def dequantize(codes: Tensor, scales: Tensor, fmt, shape: tuple[int, ...] | None
     return _from_blocks(y, codes.shape if shape is None else shape).to(dtype)
 
 @torch.no_grad()
-def scale_stats(x: Tensor, fmt) -> dict:
+def scale_stats(x: Tensor, fmt, block_scale: float | None = None) -> dict:
     """Counts of blocks by what happened to their scale.
 
     `saturated`: the scale hit the top of its book, the block's largest values are cut. `subnormal`: the scale lost mantissa bits.
-    `zero`: a block with content whose scale rounded to zero. `nonfinite`: NaN or infinity inside. `blocks`: all of them."""
+    `zero`: a block with content whose scale rounded to zero. `nonfinite`: NaN or infinity inside. `blocks`: all of them.
+    With a fixed `block_scale`, `saturated` counts the blocks that hold a larger value than it reaches."""
     fmt = BlockFormat.parse(fmt)
     amax, s = _block_scales(_to_blocks(x, fmt.block), fmt)
     book = SCALES[fmt.scale] or Codebook(32, 8, 23, False, -126, torch.finfo(torch.float32).max, "ieee")
+    top = book.max * _reach(fmt)
+    if block_scale is not None: s, top = torch.full_like(s, block_scale), block_scale * fmt.book.max
     finite = amax.isfinite()
-    counts = dict(saturated=finite & (amax > book.max * _reach(fmt) * fmt.tensor_scale), subnormal=(s > 0) & (s < 2.0**book.emin),
+    counts = dict(saturated=finite & (amax > top * fmt.tensor_scale), subnormal=(s > 0) & (s < 2.0**book.emin),
                   zero=(s == 0) & (amax > 0), nonfinite=~finite)
     return {**{k: int(v.sum()) for k, v in counts.items()}, "blocks": amax.numel()}

@@ -21,7 +21,7 @@ def seed_everything(seed:int) -> None:
     "Seed Python, NumPy and torch (SPEC T-04)."
     random.seed(seed); np.random.seed(seed % 2**32); torch.manual_seed(seed)
 
-# %% ../../nbs/71_train.telemetry.ipynb #68339290
+# %% ../../nbs/71_train.telemetry.ipynb #32cfa71f
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "NVSHMEM_", "MEGATRON_", "HSMOE_", "TRITON_", "SLURM_")
 _PACKAGES = ("torch", "numpy", "megatron-core", "torchao", "triton", "bitsandbytes", "tokenizers", "transformers", "pydantic", "papermill")
 
@@ -33,6 +33,12 @@ def _git_commit(folder:Path):
         if head.returncode: return None
         return head.stdout.strip() + ("+changes" if git("status", "--porcelain", "-uno").stdout.strip() else "")
     except (OSError, subprocess.TimeoutExpired): return None
+
+def _package_commit(package:str):
+    "Commit an installed package was built from, where its installer recorded one; None otherwise (a release has its version)."
+    try: text = importlib.metadata.distribution(package).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError: return None
+    return json.loads(text).get("vcs_info", {}).get("commit_id") if text else None
 
 def source_hash() -> str:
     "SHA-256 over the package's own Python files, so that a run without git still names its code."
@@ -47,7 +53,7 @@ def capture_env(seed:int) -> dict:
         except importlib.metadata.PackageNotFoundError: return None
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return dict(python=platform.python_version(), platform=platform.platform(), packages={p: version(p) for p in _PACKAGES},
-                torch_commit=torch.version.git_version, cuda=torch.version.cuda, commit=_git_commit(Path(hsmoe.__file__).resolve().parent), source_sha256=source_hash(),
+                torch_commit=torch.version.git_version, megatron_commit=_package_commit("megatron-core"), cuda=torch.version.cuda, commit=_git_commit(Path(hsmoe.__file__).resolve().parent), source_sha256=source_hash(),
                 seeds=dict(torch=seed, numpy=seed % 2**32, random=seed), threads=torch.get_num_threads(), cpus=os.cpu_count(),
                 gpus=[dict(name=g.name, memory_bytes=g.total_memory, capability=f"{g.major}.{g.minor}") for g in gpus],
                 environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)})
@@ -58,7 +64,7 @@ def peak_memory_bytes() -> int:
     scale = 1 if sys.platform == "darwin" else 1024      # Linux reports KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
-# %% ../../nbs/71_train.telemetry.ipynb #ff3649fb
+# %% ../../nbs/71_train.telemetry.ipynb #6262dd17
 class MetricsLog:
     "Appends records to `metrics.jsonl` and passes their numbers on to TensorBoard and Weights & Biases (SPEC T-06)."
     def __init__(self, run_dir, *, tensorboard:bool=True, wandb:str="offline", config=None, resume_step=None):
@@ -78,7 +84,9 @@ class MetricsLog:
         try: import wandb
         except ImportError: return print("wandb is not installed; metrics go to metrics.jsonl and TensorBoard", file=sys.stderr)
         settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
-        return wandb.init(project="hsmoe", name=self.run_dir.name, dir=str(self.run_dir), mode=mode, config=config, settings=settings, reinit="finish_previous")
+        run_id = hashlib.sha256(str(self.run_dir.resolve()).encode()).hexdigest()[:12]      # a resumed run is the same run
+        return wandb.init(project="hsmoe", name=self.run_dir.name, id=run_id, dir=str(self.run_dir), mode=mode, config=config, settings=settings, reinit="finish_previous",
+                          resume="allow" if mode == "online" else None)
 
     def write(self, step:int, **values) -> None:
         "Record `values` (numbers, or lists for histograms) at `step`."
@@ -98,6 +106,7 @@ class MetricsLog:
 def _plain(v):
     "A value JSON can hold: tensors become lists, NaN and infinities their names (JSON has no such numbers)."
     if isinstance(v, torch.Tensor): v = v.tolist()
+    if isinstance(v, dict): return {k: _plain(x) for k, x in v.items()}
     if isinstance(v, (list, tuple)): return [_plain(x) for x in v]
     return str(v) if isinstance(v, float) and not math.isfinite(v) else v
 

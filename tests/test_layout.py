@@ -1,0 +1,37 @@
+"""The order of the notebooks is the order of the modules: each imports only from lower numbers (DESIGN)."""
+import ast
+from pathlib import Path
+
+from conftest import ROOT
+
+
+def modules():
+    "Module name -> number of its notebook."
+    return {path.stem.split("_", 1)[1]: int(path.stem.split("_", 1)[0]) for path in (ROOT / "nbs").glob("[0-9]*_*.ipynb")}
+
+
+def imports_of(path: Path):
+    "Names of the package's own modules that a module imports."
+    package = path.relative_to(ROOT / "hsmoe").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[:len(package) - node.level + 1]
+            yield ".".join([*base, *((node.module or "").split(".") if node.module else [])])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hsmoe."): yield node.module.removeprefix("hsmoe.")
+
+
+def test_modules_import_from_lower_notebooks_only():
+    number = modules()
+    assert len(number) >= 20
+    seen = 0
+    for name, own in number.items():
+        for other in imports_of(ROOT / "hsmoe" / (name.replace(".", "/") + ".py")):
+            assert other in number, f"{name} imports {other}, which has no notebook"
+            assert number[other] < own or other == name, f"{name} ({own}) imports {other} ({number[other]})"
+            seen += 1
+    assert seen > 30
+
+
+def test_every_module_comes_from_a_notebook():
+    made = {p.relative_to(ROOT / "hsmoe").with_suffix("").as_posix().replace("/", ".") for p in (ROOT / "hsmoe").rglob("*.py")}
+    assert {m for m in made if not m.endswith("__init__") and m != "_modidx"} == set(modules())
