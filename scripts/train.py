@@ -54,7 +54,8 @@ KEYS = dict(
 SECTIONS = ("model", "init", "optim", "schedule")       # honoured as a whole
 HONOURED = {*KEYS.values(), "quant.softmax", "mtp.max_depth", "router.straight_through", "router.temperature", "router.bias_update_rate", "router.z_loss",
             "quant.weights", "quant.sites", "data.seq_len", "parallel.ep", "parallel.dp", "parallel.tp",
-            *(f"train.{k}" for k in ("dtype", "device", "threads", "seed", "log_every", "histogram_every", "checkpoint_every"))}
+            *(f"train.{k}" for k in ("dtype", "device", "threads", "seed", "log_every", "histogram_every", "checkpoint_every")),
+            "train.micro_batch_sequences"}              # must divide the batch; changes no gradient, and this loop runs a batch at once
 PREPARING = {*(f"data.{k}" for k in ("sources", "tokenizer", "split", "val_fraction")), *(f"mtp.{k}" for k in ("multiplier", "calibrate", "low_bits", "high_bits", "heuristics"))}
 
 

@@ -11,7 +11,7 @@ from hsmoe.model.hybrid import HybridSparseMoEModel
 
 from conftest import ROOT
 
-HONOURED = ("model.", "data.seq_len", "train.batch_sequences", "train.log_every", "train.histogram_every", "train.checkpoint_every")
+HONOURED = ("model.", "data.seq_len", "train.batch_sequences", "train.micro_batch_sequences", "train.log_every", "train.histogram_every", "train.checkpoint_every")
 NO_MEGATRON = "raise ImportError('not here')"
 # The keyword names of Megatron Core 0.16.1; every call is printed.
 RECORDER = """
@@ -65,8 +65,9 @@ def test_printed_loop_runs_and_learns(printed, tmp_path, overrides):
 def test_the_loop_goes_on_over_epochs(printed, small_corpus):
     windows = len(PackedDataset(Corpus.open(small_corpus).split("train"), 64))
     batch = windows // 3 + 1                        # three batches an epoch
-    result = printed("--steps", 8, "--log-every", 1, "--checkpoint-every", 100, "--histogram-every", 100, f"train.batch_sequences={batch}", "model.n_layers=1")
-    assert len(losses(result)) == 8 and "Step 7," in result.stdout
+    result = printed("--steps", 5, "--log-every", 1, "--checkpoint-every", 100, "--histogram-every", 100, f"train.batch_sequences={batch}", f"train.micro_batch_sequences={batch}",
+                     "model.n_layers=1", "model.expert_inner=8", "mtp.max_depth=3")
+    assert len(losses(result)) == 5 and "Step 4," in result.stdout and "Training complete" in result.stdout
 
 
 def test_printed_names_and_values_stand_in_the_file():
