@@ -137,16 +137,15 @@ def train_step(state:TrainState) -> StepResult:
     state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + n_positions, state.pairs + pairs
     return StepResult(loss_sum, next_nats / max(1, n_positions), entropy_sum, norm, lr, n_positions, pairs, loads, histogram)
 
-# %% ../../nbs/73_train.loop.ipynb #cb209d58
+# %% ../../nbs/73_train.loop.ipynb #be00f5d1
 def _seconds_per_step(state:TrainState, seconds:float) -> float:
-    "Median over the steps that fit into `seconds`, three at least, after one that is not counted."
+    "Mean over the steps that fit into `seconds`, three at least, after one that is not counted."
     train_step(state)
-    times, begin = [], time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - begin < seconds:
-        start = time.perf_counter(); train_step(state); times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    n, begin = 0, time.perf_counter()
+    while n < 3 or time.perf_counter() - begin < seconds: train_step(state); n += 1
+    return (time.perf_counter() - begin) / n
 
-def time_trial(cfg:Config, corpus:Corpus, device:torch.device, seconds:float=3.0) -> tuple[int, int]:
+def time_trial(cfg:Config, corpus:Corpus, device:torch.device, seconds:float=4.0) -> tuple[int, int]:
     "`(steps, threads)`: what fits into `cfg.train.length` minutes on this machine, validations included, and the CPU threads that are fastest."
     train, val = datasets(cfg, corpus)
     state = TrainState(cfg, resolve(cfg, steps=1_000_000), train, device)
