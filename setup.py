@@ -29,7 +29,7 @@ requirements = [
 ]
 extras = {
     "bnb": ["bitsandbytes>=0.45"],      # 8-bit AdamW as a second optimiser backend
-    "wandb": ["wandb>=0.17"],           # Weights & Biases, offline by default
+    "wandb": ["wandb>=0.22"],           # Weights & Biases, offline by default
     "llama": ["llama-models>=0.3"],     # carries the Llama 3 tokenizer.model
     "megatron": ["megatron-core>=0.16,<2; python_version < '3.12'"],   # process groups of scripts/train.py; the pinned 0.16.1 is the last for Python 3.10 and 3.11
     "dev": [                            # notebooks to modules, tests, documentation

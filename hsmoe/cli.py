@@ -6,7 +6,7 @@
 __all__ = ['app', 'USER_ERRORS', 'Preset', 'MaybePreset', 'Overrides', 'Source', 'Run_', 'with_sources', 'prepare', 'train',
            'eval_', 'generate', 'plan', 'check_parameters', 'run_notebook', 'parse_parameters', 'run_command', 'main']
 
-# %% ../nbs/92_cli.ipynb #e744c839
+# %% ../nbs/92_cli.ipynb #03bd80ae
 import datetime, difflib, json, sys
 from pathlib import Path
 from typing import Annotated, List, Optional
@@ -15,7 +15,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from .config import ConfigError, load_config
+from .config import ConfigError, load_config, read_yaml
 from .data.corpus import Corpus, CorpusError
 from .evaluate import evaluate_run, sample_text
 from .plan import render_table
@@ -80,7 +80,7 @@ def plan(overrides:Overrides=None, preset:Preset="5b"):
     "Parameters by component, as built and as printed in the request."
     Console().print(render_table(load_config(preset, overrides or [])))
 
-# %% ../nbs/92_cli.ipynb #69a97d65
+# %% ../nbs/92_cli.ipynb #87ab4812
 def check_parameters(notebook:Path, given:dict) -> dict:
     "Parameters of `notebook` with their defaults; `ConfigError` for one it does not have."
     import papermill
@@ -100,12 +100,13 @@ def _free(path:Path) -> Path:
 def run_notebook(notebook, parameters:dict, output=None, timeout:Optional[int]=None) -> Path:
     """Execute `notebook` with papermill and return the executed copy; `TrainingError` carries the notebook's own last sentence.
 
-    The copy is written aside and takes its name when all cells ran, so an earlier one is never lost; that of a failed run stays as `….failed.ipynb` where the run got as far as making its folder."""
+    The copy is written aside and takes its name when all cells ran, so that a failed run never replaces a good one; where a failed run got as far as a run folder, its copy stays as `….failed.ipynb`."""
     import papermill
     notebook, parameters = Path(notebook), dict(parameters)
     known = check_parameters(notebook, parameters)
     if "run_dir" in known:
-        if not parameters.get("run_dir"): parameters["run_dir"] = str(new_run_dir(load_config(str(parameters.get("preset") or "tiny"))))
+        if not parameters.get("run_dir"): parameters["run_dir"] = new_run_dir(load_config(str(parameters.get("preset") or "tiny")))
+        parameters["run_dir"] = str(parameters["run_dir"])
         output = output or Path(parameters["run_dir"]) / notebook.name
     output = Path(output or _free(Path("runs") / f"{datetime.date.today().isoformat()}-{notebook.name}"))
     aside, made = output.with_suffix(".running.ipynb"), not output.parent.exists()
@@ -114,11 +115,12 @@ def run_notebook(notebook, parameters:dict, output=None, timeout:Optional[int]=N
     try:
         papermill.execute_notebook(str(notebook), str(aside), parameters, progress_bar=False, log_output=True, stdout_file=sys.stdout, stderr_file=sys.stderr,
                                    kernel_name="python3", execution_timeout=timeout, cwd=str(Path.cwd()), extra_arguments=["--IPKernelApp.log_level=40"])
-    except papermill.PapermillExecutionError as e:
+    except BaseException as e:
         if made and set(output.parent.iterdir()) <= {aside}: aside.unlink(missing_ok=True); output.parent.rmdir()
-        elif made: aside.replace(output.with_suffix(".failed.ipynb"))
-        else: aside.unlink(missing_ok=True)
-        raise TrainingError(f"notebook {notebook} failed: {e.evalue}") from None
+        elif aside.exists(): aside.replace(output.with_suffix(".failed.ipynb"))
+        if isinstance(e, papermill.PapermillExecutionError): raise TrainingError(f"notebook {notebook} failed: {e.evalue}") from None
+        if isinstance(e, (TimeoutError, RuntimeError)): raise TrainingError(f"notebook {notebook} failed: {str(e).splitlines()[0]}") from None
+        raise
     return aside.replace(output)
 
 def parse_parameters(words:list) -> dict:
@@ -126,7 +128,7 @@ def parse_parameters(words:list) -> dict:
     given = {}
     for i in range(0, len(words), 3):
         if words[i] != "-p" or len(words) < i + 3: raise ConfigError(f"cannot read {' '.join(words[i:])!r}; parameters are written -p name value")
-        try: given[words[i + 1]] = yaml.safe_load(words[i + 2])
+        try: given[words[i + 1]] = read_yaml(words[i + 2])
         except yaml.YAMLError: raise ConfigError(f"parameter {words[i + 1]!r}: {words[i + 2]!r} is not valid YAML") from None
     return given
 

@@ -59,7 +59,7 @@ class RouterSection(Section):
     bias_update_rate: float = Field(0.001, ge=0)  # 0 turns bias balancing off
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
-# %% ../nbs/00_config.ipynb #01438546
+# %% ../nbs/00_config.ipynb #b8cfd106
 class QuantSection(Section):
     "Which tensors live on which block format (SPEC Q-01 to Q-04)."
     weight_format: Optional[str] = "nvfp4:8x8"
@@ -88,7 +88,7 @@ class StageSection(Section):
 class DataSection(Section):
     "Where text comes from and how it becomes sequences (SPEC M-08, T-01)."
     sources: tuple[str, ...] = ("stdlib",)        # folders, text files, jsonl files, or "stdlib"
-    tokenizer: str = "llama3"                     # bpe | char | llama3
+    tokenizer: Literal["bpe", "char", "llama3"] = "llama3"
     split: Literal["auto", "hash", "tail"] = "auto"   # validation by hash of the document's name, the tail of each document, or by their number
     val_fraction: Optional[float] = Field(None, gt=0, lt=1)   # None: 0.05 by hash, 0.1 of tails
     seq_len: int = Field(4096, ge=2)
@@ -273,7 +273,7 @@ def read_yaml(text:str):
     "Plain values from YAML text; `yaml.YAMLError` when it is not YAML."
     return yaml.load(text, _Yaml)
 
-# %% ../nbs/00_config.ipynb #a59e3e86
+# %% ../nbs/00_config.ipynb #173705b3
 def preset_names() -> list[str]:
     "Names of the presets in the package."
     return sorted(p.name[:-5] for p in resources.files("hsmoe").joinpath("presets").iterdir() if p.name.endswith(".yaml") and not p.name.startswith("_"))
@@ -281,7 +281,7 @@ def preset_names() -> list[str]:
 def _read(name:str) -> tuple[str, str]:
     "`(where, text)` of a preset by name or path."
     path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml", ".json"):
         if not path.is_file(): raise ConfigError(f"configuration file {name} does not exist")
         try: return str(path), path.read_text(encoding="utf-8")
         except UnicodeDecodeError: raise ConfigError(f"configuration file {name} is not UTF-8 text") from None
@@ -307,6 +307,7 @@ def _load_dict(name:str, chain:tuple=()) -> tuple[dict, str, str]:
         raise ConfigError(f"{where}{f', line {mark.line + 1}' if mark else ''}: not valid YAML ({getattr(e, 'problem', e)})") from None
     if not isinstance(data, dict): raise ConfigError(f"{where}: a configuration is a mapping of sections, got {type(data).__name__}")
     parent = data.pop("extends", None)
+    if parent is not None and not isinstance(parent, str): raise ConfigError(f"{where}: extends = {parent!r} must be the name of a preset or a path")
     if parent is None: return data, where, text
     if str(parent).endswith((".yaml", ".yml")) and Path(name).suffix: parent = str(Path(name).parent / parent)
     return _merge(_load_dict(parent, chain + (name,))[0], data), where, text

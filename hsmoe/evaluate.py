@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluate_run', 'sample_text']
 
-# %% ../nbs/80_evaluate.ipynb #ab488e57
+# %% ../nbs/80_evaluate.ipynb #0a1997dc
 import json
 from pathlib import Path
 from typing import Optional
@@ -14,30 +14,31 @@ import torch
 
 from .data.loader import PackedDataset
 from .model.hybrid import generate
+from .train.checkpoint import checkpoint_steps
 from .train.loop import TrainingError, load_run, run_corpus
 from .data.tokenizer import Tokenizer
 from .train.validation import bigram_baseline, validate
 
-# %% ../nbs/80_evaluate.ipynb #4e9c77fb
+# %% ../nbs/80_evaluate.ipynb #bc3cb5b2
 def evaluate_run(run_dir, tokens:Optional[int]=None, step:Optional[int]=None) -> dict:
     "Validation loss of a run beside its bigram, also written to `eval.json`; `tokens` limits the text, `step` picks a checkpoint."
     if tokens is not None and tokens < 1: raise TrainingError(f"tokens = {tokens} must be 1 or more")
     (model, cfg), corpus = load_run(run_dir, step), run_corpus(run_dir)
-    tokens = tokens or cfg.train.final_val_tokens
+    tokens, step = tokens or cfg.train.final_val_tokens, step if step is not None else checkpoint_steps(Path(run_dir) / "checkpoints")[-1]
     data = PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1)
     token_bytes = corpus.tokenizer.token_bytes()
     mine = validate(model, data, tokens, cfg.train.micro_batch_sequences, token_bytes)
     table = bigram_baseline(corpus.bigram, data, tokens, token_bytes)
-    out = dict(val_loss=mine.loss, val_bits_per_byte=mine.bits_per_byte, bigram_loss=table.loss, bigram_bits_per_byte=table.bits_per_byte, tokens=mine.tokens, bytes=mine.bytes)
+    out = dict(val_loss=mine.loss, val_bits_per_byte=mine.bits_per_byte, bigram_loss=table.loss, bigram_bits_per_byte=table.bits_per_byte, tokens=mine.tokens, bytes=mine.bytes, step=step)
     aside = Path(run_dir) / "eval.json.tmp"
     aside.write_text(json.dumps(out, indent=1), encoding="utf-8")
     aside.replace(Path(run_dir) / "eval.json")
     return out
 
-# %% ../nbs/80_evaluate.ipynb #213c0eee
-def sample_text(run_dir, prompt:str="", max_new_tokens:int=200, *, temperature:float=0.8, top_k:Optional[int]=40, seed:int=0, samples:int=1) -> list[str]:
+# %% ../nbs/80_evaluate.ipynb #9529bca8
+def sample_text(run_dir, prompt:str="", max_new_tokens:int=200, *, temperature:float=0.8, top_k:Optional[int]=40, seed:int=0, samples:int=1, step:Optional[int]=None) -> list[str]:
     "Texts that a run's model writes after `prompt`, the prompt included; the same seed gives the same texts."
-    model, _ = load_run(run_dir)
+    model, _ = load_run(run_dir, step)
     tokenizer, device = Tokenizer.load(run_dir), next(model.parameters()).device
     try: ids = tokenizer.encode(prompt)
     except (ValueError, UnicodeError) as e: raise TrainingError(f"prompt {prompt!r} cannot be written in the tokens of {run_dir}: {e}") from None

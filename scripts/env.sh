@@ -10,6 +10,7 @@ if [ -n "${HSMOE_PYTHON:-}" ]; then
     export PATH
 else
     VIRTUAL_ENV="${HSMOE_VENV:-$HSMOE_ROOT/.venv}"
+    case "$VIRTUAL_ENV" in /*) ;; *) VIRTUAL_ENV="$PWD/$VIRTUAL_ENV";; esac
     export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
 fi
 hsmoe() { python -m hsmoe.cli "$@"; }

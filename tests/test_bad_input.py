@@ -142,6 +142,7 @@ def test_a_notebook_run_is_not_written_over(hsmoe_cli, tmp_path):
     for i in range(30): (tmp_path / "some" / f"{i}.txt").write_text(f"a text, number {i}. " * 60)
     result = hsmoe_cli("run", ROOT / "nbs/runs/train.ipynb", "-p", "run_dir", "run", "-p", "source", "[some]", "-p", "overrides", json.dumps(SMALL))
     assert result.returncode == 2 and "already holds a run" in result.stderr
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.yaml", "train.ipynb"] and (tmp_path / "run" / "train.ipynb").read_text() == "kept"
+    assert not (tmp_path / "corpora").exists()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.yaml", "train.failed.ipynb", "train.ipynb"] and (tmp_path / "run" / "train.ipynb").read_text() == "kept"
     (tmp_path / "broken.ipynb").write_text("{")
     complaint(hsmoe_cli("run", "broken.ipynb"), "broken.ipynb", "not a notebook")

@@ -27,9 +27,9 @@ def losses(run_dir):
     return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run_dir) if "loss" in r]
 
 
-@pytest.mark.parametrize("states", ["dynamic", "fp32"])
-def test_kill_and_resume_is_bitwise(tmp_path, small_corpus, small_overrides, states):
-    overrides = small_overrides + [f"train.length={STEPS} steps", f"optim.states={states}", "router.straight_through=default_moe"]
+@pytest.mark.parametrize("extra", [["optim.states=dynamic", "router.straight_through=default_moe"], ["optim.states=fp32", "quant.activation_format=nvfp4+ts-14"]])
+def test_kill_and_resume_is_bitwise(tmp_path, small_corpus, small_overrides, extra):
+    overrides = small_overrides + [f"train.length={STEPS} steps", *extra]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start(whole, small_corpus, overrides, "--run-dir", str(whole)))
     at = random.randint(7, STEPS - 5)
@@ -42,6 +42,8 @@ def test_kill_and_resume_is_bitwise(tmp_path, small_corpus, small_overrides, sta
     assert not (killed / "report.json").exists(), "the run ended before it was killed"
     finish(start(killed, small_corpus, [], "--resume", str(killed)))
     assert losses(killed) == losses(whole)
+    assert [r["step"] for r in read_metrics(killed)] == [r["step"] for r in read_metrics(whole)]
+    assert any(r.get("sites_revised") for r in read_metrics(whole)) or "ts-14" not in extra[1], "no site moved: the test does not test what it should"
     assert len(losses(whole)) == STEPS
     a, b = (split_state({k: v for k, v in load_state(latest_checkpoint(d / "checkpoints")).items() if k != "seconds"}) for d in (whole, killed))
     assert a[1] == b[1]

@@ -57,9 +57,9 @@ def join_state(tensors:dict, rest):
     if isinstance(rest, list): return [join_state(tensors, v) for v in rest]
     return rest
 
-# %% ../../nbs/70_train.checkpoint.ipynb #7757d34b
+# %% ../../nbs/70_train.checkpoint.ipynb #ee27c852
 def save_state(folder, state:dict) -> Path:
-    "Write nested `state` as checkpoint `folder`, atomically; an existing checkpoint of that name is replaced only when the new one is complete."
+    "Write nested `state` aside and give it the name `folder` when it is complete; a checkpoint of that name is replaced only then."
     folder = Path(folder)
     tmp = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)

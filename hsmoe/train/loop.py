@@ -7,8 +7,8 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'run_corpus', 'Run', 'corpus_options', 'corpus_dir_for', 'ensure_corpus',
            'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #8e6a57f7
-import contextlib, datetime, hashlib, json, math, shutil, signal, time
+# %% ../../nbs/73_train.loop.ipynb #ec68985d
+import contextlib, datetime, hashlib, importlib.util, json, math, signal, time
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -19,11 +19,11 @@ from fastcore.basics import patch
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
 from ..data.corpus import Corpus, list_files, prepare_corpus
 from ..data.loader import Loader, PackedDataset, Stage
-from ..model.hybrid import HybridSparseMoEModel, build_model, check_formats, count_parameters
+from ..model.hybrid import HybridSparseMoEModel, build_model, check_formats, count_parameters, quant_policy
 from ..mtp.loss import adamtp_loss, loss_positions
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
 from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
-from ..quant.fake import code_flip_rate, observing, revise_sites, site_stats
+from ..quant.fake import code_flip_rate, observing, quantize_model, revise_sites, site_stats
 from ..quant.formats import scale_stats
 from .checkpoint import latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state
 from .telemetry import MetricsLog, Progress, capture_env, load_summary, peak_memory_bytes, read_metrics, seed_everything
@@ -91,7 +91,7 @@ class TrainState:
         for k in self.COUNTERS: setattr(self, k, state[k])
         set_rng_state(state["rng"])
 
-# %% ../../nbs/73_train.loop.ipynb #29059bd2
+# %% ../../nbs/73_train.loop.ipynb #f700b8d2
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -115,7 +115,8 @@ def train_step(state:TrainState) -> StepResult:
     parts = zip(tokens_BL.split(micro), depth_BS.split(micro), mask_BS.split(micro))
     loss_sum, entropy_sum, next_nats, loads = 0.0, 0.0, 0.0, None
     for tokens_bL, depth_bS, mask_bS in parts:
-        handle, routing = model(tokens_bL[:, :S], mask_BS=None if n_tokens == mask_BS.numel() else mask_bS)
+        try: handle, routing = model(tokens_bL[:, :S], mask_BS=None if n_tokens == mask_BS.numel() else mask_bS)
+        except ValueError as e: raise TrainingError(f"step {state.step + 1}: {e}; the update was not applied") from e
         loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), parts=True)
         entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
         total = loss + cfg.mtp.entropy_lambda * entropy
@@ -137,7 +138,7 @@ def train_step(state:TrainState) -> StepResult:
     state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + n_positions, state.pairs + pairs
     return StepResult(loss_sum, next_nats / max(1, n_positions), entropy_sum, norm, lr, n_positions, pairs, loads, histogram)
 
-# %% ../../nbs/73_train.loop.ipynb #be00f5d1
+# %% ../../nbs/73_train.loop.ipynb #25e29ef8
 def _seconds_per_step(state:TrainState, seconds:float) -> float:
     "Mean over the steps that fit into `seconds`, three at least, after one that is not counted."
     train_step(state)
@@ -146,7 +147,7 @@ def _seconds_per_step(state:TrainState, seconds:float) -> float:
     return (time.perf_counter() - begin) / n
 
 def time_trial(cfg:Config, corpus:Corpus, device:torch.device, seconds:float=4.0) -> tuple[int, int]:
-    "`(steps, threads)`: what fits into `cfg.train.length` minutes on this machine, validations included, and the CPU threads that are fastest."
+    "`(steps, threads)`: what fits into `cfg.train.length` minutes on this machine, the validations of the run included, and the CPU threads that are fastest."
     train, val = datasets(cfg, corpus)
     state = TrainState(cfg, resolve(cfg, steps=1_000_000), train, device)
     choices = [cfg.train.threads] if cfg.train.threads else sorted({1, torch.get_num_threads()}, reverse=True) if device.type == "cpu" else [torch.get_num_threads()]
@@ -170,7 +171,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #7da969ee
+# %% ../../nbs/73_train.loop.ipynb #efa1f7d6
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "`runs/<date>-<name>`, with a number behind it where that exists."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -198,7 +199,8 @@ def _with_train(cfg:Config, **changes) -> Config:
 
 def _same_config(asked:Config, stored:Config, run_dir:Path) -> None:
     "`ConfigError` unless `asked` is what `run_dir` ran; a length in minutes was fixed to steps when the run began."
-    if parse_length(asked.train.length).unit == "minutes": asked = _with_train(asked, length=stored.train.length, threads=stored.train.threads)
+    if asked.train.threads == 0: asked = _with_train(asked, threads=stored.train.threads)
+    if parse_length(asked.train.length).unit == "minutes": asked = _with_train(asked, length=stored.train.length)
     differs = first_difference(asked, stored)
     if differs: raise ConfigError(f"cannot resume {run_dir} with another configuration: {differs}; drop the change or start a new run")
 
@@ -206,42 +208,46 @@ class Run:
     "A training run in a folder: start or resume it with `Run(...)`, then call `train()`."
     def __init__(self, cfg:Config, run_dir, corpus_dir, resume:bool=False, progress_seconds:float=10.0):
         self.dir, self.progress_seconds = Path(run_dir), progress_seconds
-        if cfg.parallel.dp > 1:
-            raise ConfigError(f"parallel.dp = {cfg.parallel.dp} needs {cfg.parallel.dp} processes and this run has one; set parallel.ep=1 parallel.dp=1")
+        _one_process(cfg)
         torch.set_flush_denormal(True)               # 8-bit second moments decay into denormals, which a CPU multiplies slowly
         self.corpus, self.device = Corpus.open(corpus_dir, verify=True), pick_device(cfg)
         self.checkpoints = self.dir / "checkpoints"
         if resume: cfg = self._stored_config(cfg)
-        elif (self.dir / "config.yaml").exists() or latest_checkpoint(self.checkpoints):
-            raise TrainingError(f"{self.dir} already holds a run; resume it or choose another folder")
+        else: _no_run_in(self.dir)
         self.train_data, self.val_data = datasets(cfg, self.corpus)
         if cfg.train.threads: torch.set_num_threads(cfg.train.threads)
+        elif parse_length(cfg.train.length).unit != "minutes": cfg = _with_train(cfg, threads=torch.get_num_threads())    # a resume must count in the same order
         if parse_length(cfg.train.length).unit == "minutes":
             n, threads = time_trial(cfg, self.corpus, self.device)
             cfg = _with_train(cfg, length=f"{n} steps", threads=threads)
         self.cfg, self.steps = cfg, resolve(cfg)
-        self.state = TrainState(cfg, self.steps, self.train_data, self.device)
         latest = latest_checkpoint(self.checkpoints) if resume else None
-        if latest: self.state.load_state_dict(load_state(latest))
+        try:
+            self.state = TrainState(cfg, self.steps, self.train_data, self.device)
+            if latest: self.state.load_state_dict(load_state(latest))
+        except (ValueError, ImportError, KeyError) as e:
+            if isinstance(e, ConfigError): raise
+            raise TrainingError(f"{f'checkpoint {latest} cannot be continued' if latest else 'the run cannot start'}: {e}") from e
         self.last_validation = ""
-        self._open(resume, -1 if latest is None else self.state.step)
+        self.finished = self.state.step == self.steps.steps and (self.dir / "report.json").is_file()
+        if not self.finished: self._open(resume, self.state.step or -1)
 
     def _stored_config(self, cfg:Config) -> Config:
         path = self.dir / "config.yaml"
         if not path.is_file(): raise TrainingError(f"{self.dir} holds no run to resume: it has no config.yaml")
-        stored = load_config(str(path))
+        stored = load_config(str(path.with_suffix(".json")))
         _same_config(cfg, stored, self.dir)
         _same_corpus(self.dir, self.corpus)
         return stored
 
     def _open(self, resume:bool, last_step:int) -> None:
-        "Create the folder and its records; only now, when nothing can be wrong with the input any more."
+        "Create the folder and its records; only now, when the input has been checked."
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            if not resume:
-                save_config(self.cfg, self.dir / "config.json"); save_config(self.cfg, self.dir / "config.yaml")
+            if not resume:                               # config.yaml makes it a run, so it comes last
                 (self.dir / "corpus.json").write_text(json.dumps(dict(path=str(Path(self.corpus.folder).resolve()), fingerprint=self.corpus.fingerprint)), encoding="utf-8")
                 self.corpus.tokenizer.save(self.dir)
+                save_config(self.cfg, self.dir / "config.json"); save_config(self.cfg, self.dir / "config.yaml")
             env = f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"
             (self.dir / env).write_text(json.dumps(capture_env(self.cfg.train.seed), indent=1), encoding="utf-8")
         except OSError as e: raise TrainingError(f"run folder {self.dir} cannot be written: {e.strerror or e}") from e
@@ -276,7 +282,7 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     return dict(loads=[l.tolist() for l in result.loads], depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #68f2fac9
+# %% ../../nbs/73_train.loop.ipynb #620afbfe
 class _Stop:
     "Turns SIGINT and SIGTERM into a flag that is read between steps."
     def __init__(self): self.signal = None
@@ -300,12 +306,19 @@ def record(self:Run, result:StepResult, seconds:float) -> dict:
 def train(self:Run) -> dict:
     "Train to the end (or to a signal) and return the report that is also written to `report.json`."
     s, st = self.state, self.steps
-    if s.step == st.steps and (self.dir / "report.json").is_file():
-        self.log.close()
-        return json.loads((self.dir / "report.json").read_text(encoding="utf-8"))
+    if self.finished: return json.loads((self.dir / "report.json").read_text(encoding="utf-8"))
+    with contextlib.ExitStack() as sinks:
+        sinks.callback(self.log.close)
+        self._steps()
+        return self.finish()
+
+@patch
+def _steps(self:Run) -> None:
+    "All steps that are left; `TrainingError` when a signal ended them."
+    s, st = self.state, self.steps
     progress = Progress(st.steps, s.step, self.progress_seconds)
-    if s.step == 0: self._validation()
     with _Stop() as stop:
+        if s.step == 0: self._validation()
         while s.step < st.steps and stop.signal is None:
             n, start = s.step + 1, time.perf_counter()
             wants_histogram = n % st.histogram == 0 or n in (1, st.steps)
@@ -324,9 +337,7 @@ def train(self:Run) -> dict:
     newest = latest_checkpoint(self.checkpoints)
     if newest is None or newest.name != f"step-{s.step}": self.save()
     if s.step < st.steps:
-        self.log.close()
         raise TrainingError(f"stopped by signal {stop.signal} after step {s.step} of {st.steps}; a checkpoint is written, resume {self.dir} to go on")
-    return self.finish()
 
 @patch
 def _validation(self:Run) -> None:
@@ -334,7 +345,7 @@ def _validation(self:Run) -> None:
     self.log.write(self.state.step, val_loss=v.loss, val_bits_per_byte=v.bits_per_byte)
     self.last_validation = f"  val {v.loss:.3f}"
 
-# %% ../../nbs/73_train.loop.ipynb #7dcaa2b4
+# %% ../../nbs/73_train.loop.ipynb #e5ccbf5f
 @patch
 def finish(self:Run) -> dict:
     "Final validation and `report.json` (DESIGN decision 10)."
@@ -346,15 +357,14 @@ def finish(self:Run) -> dict:
     report = dict(name=cfg.name, config_hash=config_hash(cfg), corpus=self.corpus.fingerprint, val_loss=final.loss, val_bits_per_byte=final.bits_per_byte, val_tokens=final.tokens,
                   bigram_loss=bigram.loss, bigram_bits_per_byte=bigram.bits_per_byte, steps=st.steps, tokens=st.steps * st.tokens_per_step, pairs=s.pairs,
                   seconds=s.seconds, tokens_per_s=st.steps * st.tokens_per_step / max(s.seconds, 1e-9), mean_depth=s.pairs / max(1, s.positions), clip_rate=s.clipped / st.steps,
-                  **load_summary(loads), peak_memory_bytes=peak_memory_bytes(), parameters=count_parameters(s.model))
+                  **load_summary(loads), peak_memory_bytes=peak_memory_bytes(self.device), parameters=count_parameters(s.model))
     aside = self.dir / "report.json.tmp"
     aside.write_text(json.dumps(report, indent=1), encoding="utf-8")
     aside.replace(self.dir / "report.json")
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
-    self.log.close()
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #cd608908
+# %% ../../nbs/73_train.loop.ipynb #00a531cb
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -379,8 +389,37 @@ def _resumed_config(run_dir, preset:Optional[str], overrides:list) -> Config:
     if run_dir is None: raise ConfigError("resume needs the run's folder")
     path = Path(run_dir) / "config.yaml"
     if not path.is_file(): raise TrainingError(f"{run_dir} holds no run to resume: it has no config.yaml")
-    stored = load_config(str(path))
-    return load_config(preset, overrides) if preset else from_dict(apply_overrides(to_dict(stored), overrides), f"{path} with overrides")
+    stored = load_config(str(path.with_suffix(".json")))
+    if preset: return load_config(preset, overrides)
+    asked = from_dict(apply_overrides(to_dict(stored), overrides), f"{path} with overrides")
+    if parse_length(asked.train.length).unit == "minutes": raise ConfigError("a resumed run keeps the length it began with; leave train.length out")
+    return asked
+
+def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
+    "What can be refused before a corpus is prepared."
+    check_formats(cfg)
+    _one_process(cfg)
+    pick_device(cfg)
+    if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
+    if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
+    try:
+        with torch.device("meta"): quantize_model(HybridSparseMoEModel.from_config(cfg), policy=quant_policy(cfg))
+    except ValueError as e: raise ConfigError(f"preset {cfg.name!r}, section quant: {e}") from None
+    if run_dir and not resume: _no_run_in(Path(run_dir))
+
+def _one_process(cfg:Config) -> None:
+    if cfg.parallel.dp > 1: raise ConfigError(f"parallel.dp = {cfg.parallel.dp} needs {cfg.parallel.dp} processes and this run has one; set parallel.ep=1 parallel.dp=1")
+
+def _no_run_in(run_dir:Path) -> None:
+    if (run_dir / "config.yaml").exists() or latest_checkpoint(run_dir / "checkpoints"): raise TrainingError(f"{run_dir} already holds a run; resume it or choose another folder")
+
+def _corpus_fits(corpus:Corpus, cfg:Config) -> None:
+    "`ConfigError` when a corpus that was named was prepared with other settings than the configuration has."
+    was, now = corpus.manifest["request"], dict(corpus_options(cfg), sources=[str(s) for s in cfg.data.sources])
+    for key in ("sources", "tokenizer", "vocab_size", "val", "val_fraction", "depth_target", "bands", "max_depth", "heuristics"):
+        mine = list(now[key]) if isinstance(now[key], tuple) else now[key]
+        if was[key] != mine and was[key] != "given":
+            raise ConfigError(f"corpus {corpus.folder} was prepared with {key} = {was[key]!r} and the configuration says {mine!r}; give the settings of the corpus, or another corpus")
 
 def run_training(preset:Optional[str]=None, overrides=(), *, run_dir=None, corpus_dir=None, minutes:Optional[float]=None, resume:bool=False) -> Path:
     "Prepare what is missing, train `preset` (`tiny` if none is named), and return the run's folder; `resume` continues the run in `run_dir`."
@@ -390,8 +429,9 @@ def run_training(preset:Optional[str]=None, overrides=(), *, run_dir=None, corpu
         if resume: raise ConfigError("a resumed run keeps the length it began with; leave minutes out")
         overrides.append(f"train.length={minutes:g} minutes")
     cfg = _resumed_config(run_dir, preset, overrides) if resume else load_config(preset or "tiny", overrides)
-    check_formats(cfg)
+    _refuse_early(cfg, run_dir, resume)
     if corpus_dir is None: corpus_dir = _recorded_corpus(run_dir)["path"] if resume else ensure_corpus(cfg)
+    elif not resume: _corpus_fits(Corpus.open(corpus_dir), cfg)
     run_dir = Path(run_dir) if run_dir else new_run_dir(cfg)
     Run(cfg, run_dir, corpus_dir, resume).train()
     return run_dir
@@ -402,7 +442,8 @@ def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Co
     if not (run_dir / "config.yaml").is_file(): raise TrainingError(f"{run_dir} is not a run folder: it has no config.yaml")
     folder = latest_checkpoint(run_dir / "checkpoints") if step is None else run_dir / "checkpoints" / f"step-{step}"
     if folder is None: raise TrainingError(f"{run_dir} has no checkpoint yet")
-    cfg = load_config(str(run_dir / "config.yaml"))
+    cfg = load_config(str(run_dir / "config.json"))
     model = build_model(cfg)
     model.load_state_dict(load_state(folder)["model"])
-    return model.to(pick_device(cfg)).eval(), cfg
+    device = pick_device(_with_train(cfg, device="auto"))      # a run of a GPU can be read on a CPU
+    return model.to(device).eval(), cfg

@@ -21,8 +21,9 @@ def seed_everything(seed:int) -> None:
     "Seed Python, NumPy and torch (SPEC T-04)."
     random.seed(seed); np.random.seed(seed % 2**32); torch.manual_seed(seed)
 
-# %% ../../nbs/71_train.telemetry.ipynb #32cfa71f
+# %% ../../nbs/71_train.telemetry.ipynb #2c48f725
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "NVSHMEM_", "MEGATRON_", "HSMOE_", "TRITON_", "SLURM_")
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT", "SOURCE")      # ends of names that may hold a credential
 _PACKAGES = ("torch", "numpy", "megatron-core", "torchao", "triton", "bitsandbytes", "tokenizers", "transformers", "pydantic", "papermill")
 
 def _git_commit(folder:Path):
@@ -56,15 +57,15 @@ def capture_env(seed:int) -> dict:
                 torch_commit=torch.version.git_version, megatron_commit=_package_commit("megatron-core"), cuda=torch.version.cuda, commit=_git_commit(Path(hsmoe.__file__).resolve().parent), source_sha256=source_hash(),
                 seeds=dict(torch=seed, numpy=seed % 2**32, random=seed), threads=torch.get_num_threads(), cpus=os.cpu_count(),
                 gpus=[dict(name=g.name, memory_bytes=g.total_memory, capability=f"{g.major}.{g.minor}") for g in gpus],
-                environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)})
+                environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES) and not k.endswith(_SECRETS)})
 
-def peak_memory_bytes() -> int:
-    "Largest memory so far: of the GPU where one is used, of this process otherwise."
-    if torch.cuda.is_available() and torch.cuda.is_initialized(): return torch.cuda.max_memory_allocated()
+def peak_memory_bytes(device=torch.device("cpu")) -> int:
+    "Largest memory so far: of the GPU `device`, of this process for a CPU."
+    if device.type == "cuda": return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024      # Linux reports KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
-# %% ../../nbs/71_train.telemetry.ipynb #6262dd17
+# %% ../../nbs/71_train.telemetry.ipynb #bc94d952
 class MetricsLog:
     "Appends records to `metrics.jsonl` and passes their numbers on to TensorBoard and Weights & Biases (SPEC T-06)."
     def __init__(self, run_dir, *, tensorboard:bool=True, wandb:str="offline", config=None, resume_step=None):
@@ -85,8 +86,9 @@ class MetricsLog:
         except ImportError: return print("wandb is not installed; metrics go to metrics.jsonl and TensorBoard", file=sys.stderr)
         settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
         run_id = hashlib.sha256(str(self.run_dir.resolve()).encode()).hexdigest()[:12]      # a resumed run is the same run
-        return wandb.init(project="hsmoe", name=self.run_dir.name, id=run_id, dir=str(self.run_dir), mode=mode, config=config, settings=settings, reinit="finish_previous",
+        try: return wandb.init(project="hsmoe", name=self.run_dir.name, id=run_id, dir=str(self.run_dir), mode=mode, config=config, settings=settings, reinit="finish_previous",
                           resume="allow" if mode == "online" else None)
+        except (wandb.Error, OSError) as e: return print(f"Weights & Biases cannot be used ({e}); metrics go to metrics.jsonl and TensorBoard", file=sys.stderr)
 
     def write(self, step:int, **values) -> None:
         "Record `values` (numbers, or lists for histograms) at `step`."
@@ -114,10 +116,11 @@ def read_metrics(run_dir) -> list[dict]:
     "Records of a run; a last line cut by a crash is ignored."
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file(): raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; it is not a run folder, or the run has not started")
-    out = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    out, lines = [], path.read_text(encoding="utf-8").splitlines()
+    for i, line in enumerate(lines):
         try: out.append(json.loads(line))
-        except ValueError: break
+        except ValueError:
+            if i + 1 < len(lines): raise ValueError(f"{path}, line {i + 1}: not a record") from None
     return out
 
 def keep_until(path:Path, step:int) -> None:
@@ -152,9 +155,9 @@ class Progress:
         "Finish the bar's line."
         if self.bar is not None: self.bar.close()
 
-# %% ../../nbs/71_train.telemetry.ipynb #e6a429d6
+# %% ../../nbs/71_train.telemetry.ipynb #798b3e6f
 def load_summary(loads) -> dict:
-    "`max_over_mean` and `dead` (experts without a token) over layers, from one `load_E` a layer."
+    "`expert_load_max_over_mean` (worst layer) and `dead_experts` (without a token, all layers), from one `load_E` a layer."
     loads = [torch.as_tensor(l, dtype=torch.float64) for l in loads]
     return dict(expert_load_max_over_mean=max((l.max() / l.mean().clamp_min(1e-9)).item() for l in loads), dead_experts=sum(int((l == 0).sum()) for l in loads))
 
