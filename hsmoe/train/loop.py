@@ -364,7 +364,7 @@ def finish(self:Run) -> dict:
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #00a531cb
+# %% ../../nbs/73_train.loop.ipynb #14e4d539
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -414,9 +414,10 @@ def _no_run_in(run_dir:Path) -> None:
     if (run_dir / "config.yaml").exists() or latest_checkpoint(run_dir / "checkpoints"): raise TrainingError(f"{run_dir} already holds a run; resume it or choose another folder")
 
 def _corpus_fits(corpus:Corpus, cfg:Config) -> None:
-    "`ConfigError` when a corpus that was named was prepared with other settings than the configuration has."
+    "`ConfigError` when a corpus that was named was prepared with other settings than the configuration has; depths beyond `mtp.max_depth` are cut, so it may be smaller."
     was, now = corpus.manifest["request"], dict(corpus_options(cfg), sources=[str(s) for s in cfg.data.sources])
-    for key in ("sources", "tokenizer", "vocab_size", "val", "val_fraction", "depth_target", "bands", "max_depth", "heuristics"):
+    depths = ("depth_target", "bands", "max_depth", "heuristics") if now["max_depth"] >= was["max_depth"] else ()
+    for key in ("sources", "tokenizer", "vocab_size", "val", "val_fraction", *depths):
         mine = list(now[key]) if isinstance(now[key], tuple) else now[key]
         if was[key] != mine and was[key] != "given":
             raise ConfigError(f"corpus {corpus.folder} was prepared with {key} = {was[key]!r} and the configuration says {mine!r}; give the settings of the corpus, or another corpus")
