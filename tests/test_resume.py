@@ -32,7 +32,7 @@ def test_kill_and_resume_is_bitwise(tmp_path, small_corpus, small_overrides, ext
     overrides = small_overrides + [f"train.length={STEPS} steps", *extra]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start(whole, small_corpus, overrides, "--run-dir", str(whole)))
-    at = random.randint(7, STEPS - 5)
+    at = random.randint(7, STEPS - 15)
     process = start(killed, small_corpus, overrides, "--run-dir", str(killed))
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
