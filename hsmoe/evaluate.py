@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluate_run', 'sample_text']
 
-# %% ../nbs/80_evaluate.ipynb #0a1997dc
+# %% ../nbs/80_evaluate.ipynb #0b86d90b
 import json
 from pathlib import Path
 from typing import Optional
@@ -13,10 +13,10 @@ from typing import Optional
 import torch
 
 from .data.loader import PackedDataset
+from .data.tokenizer import Tokenizer
 from .model.hybrid import generate
 from .train.checkpoint import checkpoint_steps
 from .train.loop import TrainingError, load_run, run_corpus
-from .data.tokenizer import Tokenizer
 from .train.validation import bigram_baseline, validate
 
 # %% ../nbs/80_evaluate.ipynb #bc3cb5b2

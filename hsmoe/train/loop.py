@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'run_corpus', 'Run', 'corpus_options', 'corpus_dir_for', 'ensure_corpus',
            'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #ec68985d
+# %% ../../nbs/73_train.loop.ipynb #6388f3e4
 import contextlib, datetime, hashlib, importlib.util, json, math, signal, time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -19,11 +19,11 @@ from fastcore.basics import patch
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
 from ..data.corpus import Corpus, list_files, prepare_corpus
 from ..data.loader import Loader, PackedDataset, Stage
-from ..model.hybrid import HybridSparseMoEModel, build_model, check_formats, count_parameters, quant_policy
+from ..model.hybrid import HybridSparseMoEModel, build_model, count_parameters
 from ..mtp.loss import adamtp_loss, loss_positions
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
 from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
-from ..quant.fake import code_flip_rate, observing, quantize_model, revise_sites, site_stats
+from ..quant.fake import code_flip_rate, observing, revise_sites, site_stats
 from ..quant.formats import scale_stats
 from .checkpoint import latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state
 from .telemetry import MetricsLog, Progress, capture_env, load_summary, peak_memory_bytes, read_metrics, seed_everything
@@ -364,7 +364,7 @@ def finish(self:Run) -> dict:
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #14e4d539
+# %% ../../nbs/73_train.loop.ipynb #828c588c
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -397,14 +397,11 @@ def _resumed_config(run_dir, preset:Optional[str], overrides:list) -> Config:
 
 def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
     "What can be refused before a corpus is prepared."
-    check_formats(cfg)
+    with torch.device("meta"): build_model(cfg)      # formats and globs, without memory or time
     _one_process(cfg)
     pick_device(cfg)
     if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
     if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
-    try:
-        with torch.device("meta"): quantize_model(HybridSparseMoEModel.from_config(cfg), policy=quant_policy(cfg))
-    except ValueError as e: raise ConfigError(f"preset {cfg.name!r}, section quant: {e}") from None
     if run_dir and not resume: _no_run_in(Path(run_dir))
 
 def _one_process(cfg:Config) -> None:
