@@ -59,7 +59,7 @@ class RouterSection(Section):
     bias_update_rate: float = Field(0.001, ge=0)  # 0 turns bias balancing off
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
-# %% ../nbs/00_config.ipynb #b8cfd106
+# %% ../nbs/00_config.ipynb #f3332ddc
 class QuantSection(Section):
     "Which tensors live on which block format (SPEC Q-01 to Q-04)."
     weight_format: Optional[str] = "nvfp4:8x8"
@@ -74,6 +74,7 @@ class MTPSection(Section):
     max_depth: int = Field(10, ge=1, le=10)
     alpha: float = Field(0.85, gt=0, le=1)
     entropy_lambda: float = 0.0                   # the printed +0.1 lowers each token's routing entropy, until all choose the same experts
+    trunk_gradient: float = Field(0.3, ge=0, le=1)   # share of the gradient of depths 2 and more that goes on behind the heads
     multiplier: float = Field(3.0, ge=1)          # mean depth the bands are calibrated to
     calibrate: bool = True
     low_bits: float = Field(30.0, gt=0)
@@ -96,7 +97,7 @@ class DataSection(Section):
 
 class OptimSection(Section):
     "The optimiser and its 8-bit states (SPEC O-01, O-02, Q-06)."
-    states: Literal["dynamic", "linear", "fp32", "bnb"] = "dynamic"
+    states: Literal["dynamic", "linear", "fp32", "bnb"] = "dynamic"   # how 8-bit states are coded; "bnb": by bitsandbytes
     peak_lr: float = Field(3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
@@ -112,7 +113,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #aa9b64bf
+# %% ../nbs/00_config.ipynb #358f2b30
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -128,7 +129,8 @@ class TrainSection(Section):
     validate_every: float = Field(0.05, gt=0)
     val_tokens: int = Field(4_194_304, ge=1)      # sample used while training
     final_val_tokens: int = Field(1_000_000_000, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)        # the newest
+    keep_best: bool = False                       # and the one with the lowest validation loss
     tensorboard: bool = True
     wandb: Literal["offline", "online", "off"] = "offline"
 
@@ -174,12 +176,12 @@ def to_steps(value:float, total:int) -> int:
     if value == 0: return 0
     return max(1, round(value * total)) if value < 1 else int(value)
 
-# %% ../nbs/00_config.ipynb #87504abe
+# %% ../nbs/00_config.ipynb #de1a5210
 class Resolved(NamedTuple):
     "The run in steps. `restart` is None for a single cosine."
     steps: int
     warmup: int
-    qat: int
+    qat: int                # steps at the start with the learning rate times `schedule.qat_factor`
     restart: Optional[int]
     log: int
     histogram: int
@@ -201,7 +203,7 @@ def resolve(cfg:Config, steps:Optional[int]=None) -> Resolved:
     return Resolved(steps, every(sch.warmup), to_steps(sch.qat_fraction, steps), sch.restart_interval,
                     every(tr.log_every), every(tr.histogram_every), every(tr.checkpoint_every), every(tr.validate_every), per_step)
 
-# %% ../nbs/00_config.ipynb #515bfb04
+# %% ../nbs/00_config.ipynb #dfbe7104
 def _line_of(text:str, path:tuple) -> Optional[int]:
     "1-based line of key `path` in YAML `text`, or None where the key is not in it."
     node = yaml.compose(text)
@@ -222,6 +224,9 @@ def _section_keys(path:tuple) -> list[str]:
         cls = field.annotation
     return list(cls.model_fields)
 
+_ALLOWED = dict(tuple_type="it must be a list, written [a, b]", bool_type="it must be true or false", dict_type="it must be a mapping, written {a: b}",
+                model_type="it is a section; set one of its keys", string_type="it must be a text")     # pydantic says array, object
+
 def _sentence(err:ValidationError, where:str, text:Optional[str]) -> str:
     "The first problem of a pydantic error as one sentence."
     first = err.errors()[0]
@@ -234,7 +239,7 @@ def _sentence(err:ValidationError, where:str, text:Optional[str]) -> str:
         near = difflib.get_close_matches(str(path[-1]), known, 1, 0.0)
         return f"{at}: unknown key {key!r}; the nearest known key is {'.'.join(map(str, path[:-1] + tuple(near)))!r}"
     if first["type"] == "missing": return f"{at}: key {key!r} is missing"
-    return f"{at}: {key} = {first['input']!r} is not allowed: {first['msg'][0].lower() + first['msg'][1:]}"
+    return f"{at}: {key} = {first['input']!r} is not allowed: {_ALLOWED.get(first['type']) or first['msg'][0].lower() + first['msg'][1:]}"
 
 # %% ../nbs/00_config.ipynb #b7f976ee
 def check(cfg:Config) -> Config:
@@ -273,7 +278,7 @@ def read_yaml(text:str):
     "Plain values from YAML text; `yaml.YAMLError` when it is not YAML."
     return yaml.load(text, _Yaml)
 
-# %% ../nbs/00_config.ipynb #173705b3
+# %% ../nbs/00_config.ipynb #3f79c8f4
 def preset_names() -> list[str]:
     "Names of the presets in the package."
     return sorted(p.name[:-5] for p in resources.files("hsmoe").joinpath("presets").iterdir() if p.name.endswith(".yaml") and not p.name.startswith("_"))
@@ -282,9 +287,10 @@ def _read(name:str) -> tuple[str, str]:
     "`(where, text)` of a preset by name or path."
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
-        if not path.is_file(): raise ConfigError(f"configuration file {name} does not exist")
         try: return str(path), path.read_text(encoding="utf-8")
+        except FileNotFoundError: raise ConfigError(f"configuration file {name} does not exist") from None
         except UnicodeDecodeError: raise ConfigError(f"configuration file {name} is not UTF-8 text") from None
+        except OSError as e: raise ConfigError(f"configuration file {name} cannot be read: {e.strerror}") from None
     res = resources.files("hsmoe").joinpath("presets", f"{name}.yaml")
     if not res.is_file():
         raise ConfigError(f"unknown preset {name!r}; known presets are {', '.join(preset_names())}, or give a path to a .yaml file")
@@ -316,7 +322,7 @@ def apply_overrides(data:dict, overrides) -> dict:
     "`data` with `key.path=value` strings applied; values are parsed as YAML."
     data = copy.deepcopy(data)
     for item in overrides:
-        key, eq, value = item.partition("=")
+        key, eq, value = str(item).partition("=")
         path = key.strip().split(".")
         if not eq or not all(path): raise ConfigError(f"override {item!r} must be written key.path=value")
         try: parsed = read_yaml(value)
@@ -334,7 +340,7 @@ def from_dict(data:dict, where:str="configuration", text:Optional[str]=None) -> 
     except ValidationError as e: raise ConfigError(_sentence(e, where, text)) from None
 
 def load_config(preset:str, overrides=()) -> Config:
-    "Load a preset (name or YAML path), apply overrides `key.path=value`, check it (SPEC DESIGN 9)."
+    "Load a preset (name or YAML path), apply overrides `key.path=value`, check it; `ConfigError` says what is wrong and where."
     data, where, text = _load_dict(preset)
     overrides = list(overrides)
     if overrides:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluate_run', 'sample_text']
 
-# %% ../nbs/80_evaluate.ipynb #0b86d90b
+# %% ../nbs/80_evaluate.ipynb #7cbfcac7
 import json
 from pathlib import Path
 from typing import Optional
@@ -13,13 +13,12 @@ from typing import Optional
 import torch
 
 from .data.loader import PackedDataset
-from .data.tokenizer import Tokenizer
 from .model.hybrid import generate
-from .train.checkpoint import checkpoint_steps
-from .train.loop import TrainingError, load_run, run_corpus
+from .train.checkpoint import checkpoint_steps, write_whole
+from .train.loop import TrainingError, load_run, run_corpus, run_tokenizer
 from .train.validation import bigram_baseline, validate
 
-# %% ../nbs/80_evaluate.ipynb #bc3cb5b2
+# %% ../nbs/80_evaluate.ipynb #5f6db66c
 def evaluate_run(run_dir, tokens:Optional[int]=None, step:Optional[int]=None) -> dict:
     "Validation loss of a run beside its bigram, also written to `eval.json`; `tokens` limits the text, `step` picks a checkpoint."
     if tokens is not None and tokens < 1: raise TrainingError(f"tokens = {tokens} must be 1 or more")
@@ -30,18 +29,17 @@ def evaluate_run(run_dir, tokens:Optional[int]=None, step:Optional[int]=None) ->
     mine = validate(model, data, tokens, cfg.train.micro_batch_sequences, token_bytes)
     table = bigram_baseline(corpus.bigram, data, tokens, token_bytes)
     out = dict(val_loss=mine.loss, val_bits_per_byte=mine.bits_per_byte, bigram_loss=table.loss, bigram_bits_per_byte=table.bits_per_byte, tokens=mine.tokens, bytes=mine.bytes, step=step)
-    aside = Path(run_dir) / "eval.json.tmp"
-    aside.write_text(json.dumps(out, indent=1), encoding="utf-8")
-    aside.replace(Path(run_dir) / "eval.json")
+    try: write_whole(Path(run_dir) / "eval.json", json.dumps(out, indent=1))
+    except OSError as e: raise TrainingError(f"{run_dir}/eval.json cannot be written ({e.strerror}); the scores are {out}") from e
     return out
 
-# %% ../nbs/80_evaluate.ipynb #9529bca8
+# %% ../nbs/80_evaluate.ipynb #b09e6e58
 def sample_text(run_dir, prompt:str="", max_new_tokens:int=200, *, temperature:float=0.8, top_k:Optional[int]=40, seed:int=0, samples:int=1, step:Optional[int]=None) -> list[str]:
     "Texts that a run's model writes after `prompt`, the prompt included; the same seed gives the same texts."
     model, _ = load_run(run_dir, step)
-    tokenizer, device = Tokenizer.load(run_dir), next(model.parameters()).device
+    tokenizer, device = run_tokenizer(run_dir), next(model.parameters()).device
     try: ids = tokenizer.encode(prompt)
     except (ValueError, UnicodeError) as e: raise TrainingError(f"prompt {prompt!r} cannot be written in the tokens of {run_dir}: {e}") from None
     start = torch.tensor([[tokenizer.bos_id] + ids] * samples, device=device)
-    out = generate(model, start, max_new_tokens, temperature=temperature, top_k=top_k, generator=torch.Generator(device).manual_seed(seed), eos_id=tokenizer.eos_id)
+    out = generate(model, start, max_new_tokens, temperature=temperature, top_k=top_k, generator=torch.Generator(device).manual_seed(seed), eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
     return [tokenizer.decode([i for i in row if i not in (tokenizer.bos_id, tokenizer.eos_id)]) for row in out.tolist()]

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ParameterRow', 'parameter_table', 'stored_mib', 'render_table']
 
-# %% ../nbs/90_plan.ipynb #4e33027f
-from fnmatch import fnmatchcase
+# %% ../nbs/90_plan.ipynb #47ae8897
 from typing import NamedTuple, Optional
 
 import torch
@@ -16,9 +15,9 @@ from .config import Config
 from .model.hybrid import HybridSparseMoEModel, check_formats, component_of, count_parameters, quant_policy
 from .quant.formats import BlockFormat
 
-# %% ../nbs/90_plan.ipynb #2c5d79f8
+# %% ../nbs/90_plan.ipynb #a4671f42
 class ParameterRow(NamedTuple):
-    "A component: parameters built, the printed figure (None where the request prints none), and stored MiB of the compute weights on their formats."
+    "A component: parameters built, the printed figure (None where the specification prints none), and MiB of its weights packed in their formats."
     component: str
     built: int
     printed: Optional[int]
@@ -34,12 +33,12 @@ def parameter_table(cfg:Config) -> list[ParameterRow]:
     stored = stored_mib(model, cfg)
     return [ParameterRow(part, n, printed.get(_PRINTED.get(part)), stored.get(part)) for part, n in counts.items()]
 
-# %% ../nbs/90_plan.ipynb #e7d82b00
+# %% ../nbs/90_plan.ipynb #fabf2734
 def stored_mib(model:HybridSparseMoEModel, cfg:Config) -> dict:
     "Packed MiB of the weights by component: tagged weights on their format, the rest in 4 bytes (router, embedding, norms) or the compute dtype."
     policy, out = quant_policy(cfg), {}
     for name, p in model.named_parameters():
-        fmt = next((f for glob, f in reversed(policy.weights.items()) if fnmatchcase(name, glob)), None)
+        fmt = policy.weight_format(name)
         bits = BlockFormat.parse(fmt).bits_per_element(p.shape) if fmt else 32 if component_of(name) in ("router", "embedding", "norms") or cfg.train.dtype == "float32" else 16
         out[component_of(name)] = out.get(component_of(name), 0.0) + bits * p.numel() / 2**23
     out["total"] = sum(v for k, v in out.items() if k != "depth_heads")

@@ -11,6 +11,7 @@ while [ $# -gt 0 ]; do
         *) die "unknown option '$1'; allowed are --minutes, --run-dir, --help.";;
     esac
 done
+[[ "$minutes" =~ ^[0-9]+(\.[0-9]*)?$|^\.[0-9]+$ && "$minutes" =~ [1-9] ]] || die "--minutes $minutes is not a number of minutes above 0."
 
 begun=$SECONDS
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -18,6 +18,7 @@ Where the printed line cannot be right it does the right thing:
 9. `model.end_step` follows `scheduler.step()`: it moves each router's balancing bias, for which the printed loop has no line.
 10. `lambda_entropy` and `restart_interval` come from the preset, like every number: the printed +0.1 ends with all tokens at the same experts, and the printed
     5,000,000 steps are longer than a short run. `mtp.entropy_lambda=0.1 schedule.restart_interval=5000000` are the printed ones.
+11. `trunk_gradient` comes from the preset too: what the further tokens may ask of the trunk. `mtp.trunk_gradient=1` is the gradient of the printed formula.
 """
 import argparse, math, os, sys, warnings
 from itertools import chain, repeat
@@ -52,7 +53,7 @@ KEYS = dict(
     restart_interval="schedule.restart_interval", decay_alpha="mtp.alpha", lambda_entropy="mtp.entropy_lambda", batch_size="train.batch_sequences",
 )
 SECTIONS = ("model", "init", "optim", "schedule")       # honoured as a whole
-HONOURED = {*KEYS.values(), "quant.softmax", "mtp.max_depth", "router.straight_through", "router.temperature", "router.bias_update_rate", "router.z_loss",
+HONOURED = {*KEYS.values(), "quant.softmax", "mtp.max_depth", "mtp.trunk_gradient", "router.straight_through", "router.temperature", "router.bias_update_rate", "router.z_loss",
             "quant.weights", "quant.sites", "data.seq_len", "parallel.ep", "parallel.dp", "parallel.tp",
             *(f"train.{k}" for k in ("dtype", "device", "threads", "seed", "log_every", "histogram_every", "checkpoint_every")),
             "train.micro_batch_sequences"}              # must divide the batch; changes no gradient, and this loop runs a batch at once
@@ -189,7 +190,7 @@ def train(cfg, args, device, model, optimizer, scheduler, train_dataloader):
         input_ids = input_ids.to(device)
         entropy_segments = entropy_segments.to(device)
         logits, routing_info = model(input_ids)
-        loss = compute_adamtp_loss(logits, input_ids, entropy_segments, **given(cfg, decay_alpha=0.85, lambda_entropy=0.1))
+        loss = compute_adamtp_loss(logits, input_ids, entropy_segments, **given(cfg, decay_alpha=0.85, lambda_entropy=0.1), trunk_gradient=cfg.mtp.trunk_gradient)
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), **given(cfg, max_norm=1.0))

@@ -1,38 +1,81 @@
-"""The notebooks under nbs/bench through papermill, with a handful of steps: tables, pictures, sentences and the record."""
+"""The notebooks under nbs/bench through `hsmoe bench`, with a handful of steps: tables, pictures, sentences and the record."""
 import json
+
+import pytest
+
+from hsmoe.bench import newest_record, taken_by
 
 from conftest import ROOT
 from test_notebooks import outputs
 
+QUESTIONS = {"Quantisation": 5, "Depth": 4, "Gradient of further depths": 5, "Entropy term λ": 3, "Router σ": 2, "Straight-through": 3, "Balancing bias": 3, "Optimiser states": 4}
+AS_TINY = ["Quantisation: 5b policy", "Depth: AdaMTP", "Gradient of further depths: 0.3", "Entropy term λ: 0", "Router σ: 1/sqrt(d)", "Straight-through: ste", "Balancing bias: 0.005", "Optimiser states: dynamic"]
 
-def test_tiny_choices(hsmoe_cli, tmp_path, small_corpus, small_overrides):
-    result = hsmoe_cli("run", ROOT / "nbs/bench/tiny_choices.ipynb", "--output", "out/choices.ipynb", "-p", "steps", "5", "-p", "overrides", json.dumps(small_overrides),
-                       "-p", "corpus_dir", small_corpus, "-p", "results_dir", "some results")
+
+@pytest.fixture
+def characters(tmp_path):
+    path = tmp_path / "a few lines.txt"
+    path.write_text("".join(f"{name}:\nI count {i} and {i * i}, and so on.\n\n" for i in range(80) for name in ("FIRST", "SECOND")), encoding="utf-8")
+    return path
+
+
+def test_quality(hsmoe_cli, tmp_path, small_overrides, characters):
+    few = ["model.d_model=32", "model.n_heads=1", "model.n_layers=1", "model.max_seq_len=32", "data.seq_len=32", "model.expert_inner=16", "model.dense_inner=16", "train.val_tokens=256", "train.final_val_tokens=256"]
+    given = dict(steps=5, seeds=[3], overrides=json.dumps(small_overrides + few), trials="kept/trials.jsonl", results_dir="some results", shakespeare=characters, shakespeare_overrides=json.dumps(few + ["train.length=3 steps"]))
+    bench = lambda out: hsmoe_cli("bench", "quality", "--output", out, *(word for k, v in given.items() for word in ("-p", k, v)), timeout=900)
+    result = bench("out/quality.ipynb")
     assert result.returncode == 0, result.stderr[-3000:]
-    notebook = tmp_path / "out/choices.ipynb"
-    pages = [o["data"]["text/markdown"] for o in outputs(notebook) if "text/markdown" in o.get("data", {})]
-    assert sum(p.count("|---|---:|") for p in pages) == 5                     # a table a question
-    verdicts = [p for p in pages if p.startswith("**")]
-    assert len(verdicts) == 5 and all("`tiny` takes" in v and "`5b` takes" in v for v in verdicts)
-    assert "None" not in "".join(pages)
-    assert sum("image/png" in o.get("data", {}) for o in outputs(notebook)) == 3
     (path,) = (tmp_path / "some results").iterdir()
     record = json.loads(path.read_text())
-    assert path.name == f"tiny_choices-cpu-{record['date']}.json"
-    assert {"bench", "card", "date", "commit", "torch", "ceilings", "rows"} <= record.keys() and record["settings"]["steps"] == 5
+    assert path.name == f"quality-cpu-{record['date']}.json" and record["bench"] == "quality" and record["settings"]["steps"] == 5
     assert all(r.keys() == {"name", "value", "unit", "peer", "peer_value", "ratio", "of_ceiling", "must", "aim"} for r in record["rows"])
     values = {r["name"]: r["value"] for r in record["rows"]}
-    losses = {n: v for n, v in values.items() if n.endswith("val_loss")}
-    states = 4 if "states=bnb val_loss" in losses else 3
-    assert len(losses) == states + 3 + 2 + 2 + 2 and all(3 < v < 7 for v in losses.values())
-    base = {losses[f"{n} val_loss"] for n in ("states=dynamic", "entropy_lambda=0", "router_std=1/sqrt(d)", "quantisation=on", "depth=3")}
-    assert len(base) == 1, "what the preset says is trained once"
-    assert len(set(losses.values())) == len(losses) - 4, "every other answer is a run of its own"
-    assert 1 <= values["entropy_lambda=0 expert_load_max_over_mean"] <= 4
-    assert {"qat_cost_percent", "depth_3_convergence", "states=linear gap_to_fp32"} <= values.keys()
+    losses = {n.removesuffix(" val_loss"): v for n, v in values.items() if n.endswith(" val_loss")}
+    bnb = "Optimiser states: bnb" in losses
+    assert len(losses) == sum(QUESTIONS.values()) - (not bnb) and all(3 < v < 7 for v in losses.values())
+    assert len({losses[n] for n in AS_TINY}) == 1, "what the preset says is trained once"
+    assert len(set(losses.values())) == len(losses) - len(AS_TINY) + 1, "every other answer is a run of its own"
+    assert values["qat_cost_percent"] == pytest.approx(100 * (losses["Quantisation: 5b policy"] / losses["Quantisation: off"] - 1))
+    assert {"shakespeare_cpu_val_loss", "shakespeare_cpu_seconds", "adamtp_convergence_by_tokens", "Gradient of further depths: 1.0 whole_loss"} <= values.keys()
+    shakespeare = next(r for r in record["rows"] if r["name"] == "shakespeare_cpu_val_loss")
+    assert shakespeare["must"] == 1.88 and shakespeare["ratio"] == shakespeare["value"] / shakespeare["peer_value"]
+
+    made = outputs(tmp_path / "out/quality.ipynb")
+    pages = [o["data"]["text/markdown"] for o in made if "text/markdown" in o.get("data", {})]
+    tables = [p for p in pages if "| presets |" in p]
+    assert [p.split(" | ")[0].removeprefix("| ") for p in tables] == list(QUESTIONS) and "None" not in "".join(pages)
+    assert all("`tiny`" in p for p in tables)
+    assert sum("image/png" in o.get("data", {}) for o in made) == 4
+    (defaults,) = [p for p in pages if "the table says" in p]
+    assert all(f"| {q} |" in defaults for q in QUESTIONS)
+
+    kept = (tmp_path / "kept/trials.jsonl").read_text()          # a second bench trains nothing again
+    assert bench("out/again.ipynb").returncode == 0
+    assert (tmp_path / "kept/trials.jsonl").read_text() == kept and len(list((tmp_path / "some results").iterdir())) == 1
 
 
-def test_a_run_that_fails_is_named(hsmoe_cli, tmp_path):
-    result = hsmoe_cli("run", ROOT / "nbs/bench/tiny_choices.ipynb", "--output", "out/choices.ipynb", "-p", "steps", "1", "-p", "corpus_dir", "no/such/corpus")
+@pytest.mark.parametrize("preset", ["tiny", "5b"])
+def test_defaults_follow_the_newest_record(preset):
+    settings = newest_record(ROOT / "nbs/bench/results", "quality", "cpu")["settings"]
+    assert settings["questions"].keys() == QUESTIONS.keys() and len(settings["seeds"]) >= 3 and settings["steps"] >= 1000
+    for question, answers in settings["questions"].items():
+        takes = taken_by(preset, answers)
+        assert takes == settings["chosen"][question][preset] or settings["reasons"].get(question), f"{preset} takes {takes} for {question}, the record says {settings['chosen'][question][preset]}, and no reason is given"
+
+
+@pytest.mark.parametrize("name, card", [("qat_cost_percent", "cpu"), ("shakespeare_cpu_val_loss", "cpu"), ("shakespeare_gpu_val_loss", "h200")])
+def test_records_hold_what_must_hold(name, card):
+    (found,) = [r for r in newest_record(ROOT / "nbs/bench/results", "quality", card)["rows"] if r["name"] == name]
+    assert found["must"] is not None and 0 < found["value"] <= found["must"]
+
+
+def test_a_bench_that_cannot_run(hsmoe_cli, tmp_path, small_overrides):
+    result = hsmoe_cli("bench", "qualitty")
+    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are quality"
+    result = hsmoe_cli("bench", "quality", "--output", "out/quality.ipynb", "-p", "steps", "1", "-p", "overrides", json.dumps(small_overrides + ["data.sources=[no/such/corpus]"]))
     assert result.returncode == 2 and "no/such/corpus" in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr.splitlines()[-1]
     assert not (tmp_path / "nbs").exists()
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    (tmp_path / "runs" / "quality-trials.jsonl").write_text("something else\n")
+    result = hsmoe_cli("bench", "quality", "--output", "out/quality.ipynb", "-p", "steps", "1", "-p", "overrides", json.dumps(small_overrides))
+    assert result.returncode == 2 and "is not a file of trials" in result.stderr.splitlines()[-1]

@@ -122,7 +122,7 @@ def test_without_overrides_the_printed_formats_and_values_run(recorded):
     assert list(seen["HybridSparseMoEModel"])[:9] == ["num_layers", "hidden_dim", "num_attention_heads", "num_routed_experts", "num_shared_experts", "expert_router_k", "vocab_size", "max_seq_len", "dropout"]
     assert seen["quantize_model"] == dict(weight_format="NVFP4_8x8", activation_format="NVFP4", attention_format="MXFP8")
     assert seen["AdamW8bit"] == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, block_size=256, quant_map="dynamic")
-    assert seen["compute_adamtp_loss"] == dict(decay_alpha=0.85, lambda_entropy=0.1) and seen["clip_grad_norm_"] == dict(max_norm=1.0)
+    assert seen["compute_adamtp_loss"] == dict(decay_alpha=0.85, lambda_entropy=0.1, trunk_gradient=0.3) and seen["clip_grad_norm_"] == dict(max_norm=1.0)
     layer = seen["model"].layers[0]
     assert layer.moe.routed.w_in.block_format.name == "nvfp4:8x8" and layer.attn.q_rope.fmt.name == "mxfp8_e4m3:1x32" and layer.moe.router.bias_update_rate == 0.005
 
@@ -132,13 +132,13 @@ def test_every_override_arrives(recorded):
                     "router.straight_through=topk", "router.temperature=2.0", "router.bias_update_rate=0.25", "init.router_std=0.5", "init.router_bias=-0.5", "init.embed_std=0.03", "init.expert_std=0.04",
                     "quant.weight_format=nvfp4:8x8", "quant.activation_format=null", "quant.attention_format=mxfp8_e5m2",
                     "optim.peak_lr=0.001", "optim.betas=[0.8, 0.9]", "optim.eps=1e-6", "optim.weight_decay=0.0", "optim.clip_norm=0.5", "optim.block_size=128", "optim.states=linear",
-                    "mtp.alpha=0.8", "mtp.entropy_lambda=0.2", "schedule.restart_interval=7", "schedule.final_lr=1e-6", "schedule.warmup=1", "schedule.qat_fraction=0.5", "schedule.qat_factor=0.25", "train.dtype=bfloat16")
+                    "mtp.alpha=0.8", "mtp.entropy_lambda=0.2", "mtp.trunk_gradient=0.7", "schedule.restart_interval=7", "schedule.final_lr=1e-6", "schedule.warmup=1", "schedule.qat_fraction=0.5", "schedule.qat_factor=0.25", "train.dtype=bfloat16")
     want = dict(qk_norm=True, moe_out_norm=False, norm_eps=1e-5, rope=False, dropout=0.25, softmax="normalised", max_depth=3, straight_through="topk", router_temperature=2.0, bias_update_rate=0.25,
                 router_std=0.5, router_bias=-0.5, embed_std=0.03, expert_std=0.04)
     assert {k: seen["HybridSparseMoEModel"][k] for k in want} == want
     assert seen["quantize_model"] == dict(weight_format="nvfp4:8x8", activation_format=None, attention_format="mxfp8_e5m2")
     assert seen["AdamW8bit"] == dict(lr=0.001, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, block_size=128, quant_map="linear")
-    assert seen["compute_adamtp_loss"] == dict(decay_alpha=0.8, lambda_entropy=0.2) and seen["clip_grad_norm_"] == dict(max_norm=0.5)
+    assert seen["compute_adamtp_loss"] == dict(decay_alpha=0.8, lambda_entropy=0.2, trunk_gradient=0.7) and seen["clip_grad_norm_"] == dict(max_norm=0.5)
     assert seen["CosineAnnealingWithWarmupAndRestart"] == dict(warmup_steps=1, total_steps=2, restart_interval=7, lr_final=1e-6, qat_fraction=0.5, qat_factor=0.25)
     model = seen["model"]
     assert model.layers[0].moe.routed.w_in.dtype == torch.bfloat16 and model.layers[0].moe.router.balance_bias.abs().max() > 0

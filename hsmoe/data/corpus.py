@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['VERSION', 'CorpusError', 'SourceFile', 'list_files', 'find_documents', 'stable_hash', 'split_documents',
-           'sample_texts', 'Shards', 'ShardWriter', 'Split', 'Corpus', 'sha256_file', 'Progress', 'prepare_corpus']
+           'sample_texts', 'Shards', 'ShardWriter', 'Split', 'Corpus', 'sha256_file', 'lock_folder', 'Progress',
+           'prepare_corpus']
 
-# %% ../../nbs/51_data.corpus.ipynb #d9d30e82
-import hashlib, heapq, json, os, shutil, sysconfig, time
+# %% ../../nbs/51_data.corpus.ipynb #a241d193
+import fcntl, hashlib, heapq, json, os, shutil, sysconfig, time
 from bisect import bisect_right
 from collections import Counter
 from contextlib import suppress
@@ -54,7 +55,7 @@ def list_files(sources):
         else: raise CorpusError(f"source {source} does not exist: give a folder, a text file, a .jsonl file, or stdlib")
     return files
 
-# %% ../../nbs/51_data.corpus.ipynb #14947a94
+# %% ../../nbs/51_data.corpus.ipynb #3e866654
 def _text(raw, what):
     "bytes → str, or a CorpusError that says where it stops being text."
     try: text = raw.decode("utf-8")
@@ -62,10 +63,13 @@ def _text(raw, what):
     if "\0" in text: raise CorpusError(f"{what} is not text: it holds a zero byte")
     return text
 
-def _jsonl(file):
+_MARK = "\ufeff".encode()
+
+def _jsonl(file, counts):
     with open(file.path, "rb") as lines:
         for n, line in enumerate(lines, 1):
             where = f"{file.path}:{n}"
+            if n == 1 and line.startswith(_MARK): line = line.removeprefix(_MARK); counts["byte_order_mark"] += 1
             if not line.strip(): continue
             try: record = json.loads(_text(line, where))
             except json.JSONDecodeError as e: raise CorpusError(f"{where} is not valid JSON ({e.msg} at column {e.colno})") from None
@@ -76,14 +80,16 @@ def _jsonl(file):
             yield f"{file.id}:{n}", record["text"]
 
 def _read(file, counts):
-    if file.path.suffix == ".jsonl": yield from _jsonl(file); return
-    try: yield file.id, _text(file.path.read_bytes(), file.path)
+    if file.path.suffix == ".jsonl": yield from _jsonl(file, counts); return
+    try: text = _text(file.path.read_bytes(), file.path)
     except CorpusError:
         if file.named: raise
-        counts["not_text"] += 1
+        counts["not_text"] += 1; return
+    counts["byte_order_mark"] += text.startswith("\ufeff")
+    yield file.id, text.removeprefix("\ufeff")
 
 def find_documents(sources,              # "stdlib", a path, several of them, or what `list_files` returned
-                   counts: Counter | None = None): # filled with documents, empty, duplicate, not_text
+                   counts: Counter | None = None): # filled with documents, empty, duplicate, not_text, byte_order_mark
     "Iterator of `(id, text)`: documents that are text, not blank, and not seen before."
     counts, seen = Counter() if counts is None else counts, set()
     files = sources if isinstance(sources, list) and all(isinstance(s, SourceFile) for s in sources) else list_files(sources)
@@ -96,7 +102,7 @@ def find_documents(sources,              # "stdlib", a path, several of them, or
                 seen.add(digest); counts["documents"] += 1
                 yield id, text
 
-# %% ../../nbs/51_data.corpus.ipynb #8167250f
+# %% ../../nbs/51_data.corpus.ipynb #a5a025a0
 def stable_hash(text: str, use: str = "split"):
     "A number in [0, 1) that depends on `text` and `use` only."
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6, person=use.encode()).digest(), "big") / 2**48
@@ -115,6 +121,7 @@ def sample_texts(documents,         # iterator of (id, text)
     heap, held = [], 0
     for id, text in documents:
         for k, part in enumerate(slices(text)):
+            part = part[:size]                    # one line may be longer than the whole sample
             heapq.heappush(heap, (-stable_hash(f"{id}#{k}", "sample"), part)); held += len(part)
             while held - len(heap[0][1]) >= size: held -= len(heapq.heappop(heap)[1])
     return [part for _, part in sorted(heap, reverse=True)]
@@ -164,8 +171,8 @@ class ShardWriter:
         self._finish()
         return Shards([self.folder / n for n in self.names], self.lengths, self.dtype)
 
-# %% ../../nbs/51_data.corpus.ipynb #f42614bd
-VERSION = 1
+# %% ../../nbs/51_data.corpus.ipynb #fded474c
+VERSION = 2
 
 class Split(NamedTuple):
     name: str
@@ -186,21 +193,23 @@ class Corpus:
         self.fingerprint = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
-    def open(cls, folder, verify: bool = False): # verify: read every file and compare its SHA-256
+    def open(cls, folder, verify: bool | str = False): # True: read every file and compare its SHA-256; a split's name: only those that this split needs
         path = Path(folder, "manifest.json")
         if not path.is_file(): raise CorpusError(f"no corpus at {folder}: it has no manifest.json")
         try:
             manifest = json.loads(path.read_text("utf-8"))
-            version, files = manifest["version"], manifest["files"]
-        except (ValueError, KeyError, TypeError) as e: raise CorpusError(f"{path} is not a corpus manifest ({e!r})") from None
-        if version != VERSION: raise CorpusError(f"{path} has version {version}, and this hsmoe reads version {VERSION}: prepare the corpus again")
+            version, files, own = manifest["version"], manifest["files"], manifest.pop("sha256", None)
+        except (ValueError, KeyError, TypeError, AttributeError) as e: raise CorpusError(f"{path} is not a corpus manifest ({e!r}): remove the folder and prepare the corpus again") from None
+        if version != VERSION: raise CorpusError(f"{path} has version {version}, and this hsmoe reads version {VERSION}: remove the folder and prepare the corpus again")
+        if own != _sha256(manifest): raise CorpusError(f"{path} is damaged, its checksum of itself differs: remove the folder and prepare the corpus again")
+        others = tuple(f"{s}{c}" for s in manifest["splits"] if isinstance(verify, str) and s != verify for c in "-.")
         for name, want in files.items():
             file = Path(folder, name)
             size = file.stat().st_size if file.is_file() else None
             if size != want["bytes"]:
                 found = "is missing" if size is None else f"has {size} bytes where the manifest says {want['bytes']}"
-                raise CorpusError(f"{file} {found}: prepare the corpus again")
-            if verify and sha256_file(file) != want["sha256"]: raise CorpusError(f"{file} has another SHA-256 than the manifest: prepare the corpus again")
+                raise CorpusError(f"{file} {found}: remove the folder and prepare the corpus again")
+            if verify and not (others and name.startswith(others)) and sha256_file(file) != want["sha256"]: raise CorpusError(f"{file} has another SHA-256 than the manifest: remove the folder and prepare the corpus again")
         return cls(folder, manifest)
 
     def split(self, name: str) -> Split:
@@ -212,10 +221,18 @@ class Corpus:
                      s["mean_depth"], self.vocab_size, self.manifest["tokenizer"]["pad_id"], self.fingerprint)
 
     @cached_property
-    def tokenizer(self): return Tokenizer.load(self.folder)
+    def tokenizer(self):
+        try: return Tokenizer.load(self.folder)
+        except ValueError as e: raise CorpusError(f"{e}: remove the folder and prepare the corpus again") from None
 
     @cached_property
-    def bigram(self): return BigramModel.load(self.folder / "bigram.npz")
+    def bigram(self):
+        try: return BigramModel.load(self.folder / "bigram.npz")
+        except ValueError as e: raise CorpusError(f"{e}: remove the folder and prepare the corpus again") from None
+
+def _sha256(manifest: dict) -> str:
+    "Checksum of what a manifest says; the same for what was written and what was read back."
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 def sha256_file(path) -> str:
     "Hex SHA-256 of a file, read a megabyte at a time."
@@ -224,7 +241,33 @@ def sha256_file(path) -> str:
         while block := f.read(1 << 20): sha.update(block)
     return sha.hexdigest()
 
-# %% ../../nbs/51_data.corpus.ipynb #11c5f255
+# %% ../../nbs/51_data.corpus.ipynb #236a26ab
+def lock_folder(folder):
+    "Descriptor that holds a lock on `folder` until it is closed or its process ends; `BlockingIOError` where another process holds it, another `OSError` where the file system has no locks."
+    fd = os.open(folder, os.O_RDONLY)
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError: os.close(fd); raise
+    return fd
+
+def _remove_abandoned(out):
+    "Remove what killed processes left of their attempts to prepare `out`."
+    for folder in [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}.") and p.suffix == ".partial"] if out.parent.is_dir() else []:
+        with suppress(OSError):
+            fd = lock_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True); os.close(fd)
+
+def _own_folder(folder):
+    "Make `folder`, empty and locked; the lock's descriptor, or None where the file system has no locks."
+    shutil.rmtree(folder, ignore_errors=True)
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try: fd = lock_folder(folder)
+        except (FileNotFoundError, BlockingIOError): continue        # another process is just removing it, before it was locked
+        except OSError: return None
+        if folder.is_dir(): return fd
+        os.close(fd)
+
+# %% ../../nbs/51_data.corpus.ipynb #94cedc5f
 _CHUNK = 1 << 21      # tokens handled at once after encoding
 
 class Progress:
@@ -261,7 +304,7 @@ class _Preparation:
 
     def documents(self, counts=None): return split_documents(find_documents(self.source, counts), self.val, self.fraction)
 
-def _listed(counts): return ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in sorted(counts.items())) or "none is readable"
+def _listed(counts): return ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in sorted(counts.items()) if n) or "none is readable"
 
 @patch
 def make_tokenizer(self: _Preparation, kind):
@@ -274,8 +317,10 @@ def make_tokenizer(self: _Preparation, kind):
     self.tokenizer.save(self.folder)
     self.dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
     self.progress.end()
+    n, asked, say = self.tokenizer.vocab_size, self.request["vocab_size"], self.progress.say
+    if say and kind == "bpe" and n < asked: say(f"vocabulary: {n} of {asked} ids, since the text has no more pairs to join; the model leaves the others unused")
 
-# %% ../../nbs/51_data.corpus.ipynb #e8ca7ce2
+# %% ../../nbs/51_data.corpus.ipynb #9dc8f63c
 @patch
 def encode(self: _Preparation):
     tok, most, self.counts = self.tokenizer, self.request["shard_tokens"], Counter()
@@ -294,6 +339,7 @@ def encode(self: _Preparation):
             batch.append((split, part, k == 0, k == len(parts) - 1)); held += len(part)
             if held > 1 << 22: flush(); held = 0
     flush(); self.progress.end()
+    if self.progress.say: self.progress.say(f"found: {_listed(self.counts)}")
     self.splits = {s: {"tokens": position[s], "documents": len(starts[s]), "bytes": n_bytes[s]} for s in writers}
     self.writers, self.shards = writers, {s: w.close() for s, w in writers.items()}
     self.starts = {s: np.array(v, np.int64) for s, v in starts.items()}
@@ -309,7 +355,7 @@ def check_lengths(self: _Preparation, seq_len):
             raise CorpusError(f"the {name} split has {s['tokens']} tokens, fewer than one sequence of {seq_len} and its next token: "
                               "give more text or a shorter sequence")
 
-# %% ../../nbs/51_data.corpus.ipynb #2ca6d4cf
+# %% ../../nbs/51_data.corpus.ipynb #716abb87
 def _chunks(n): return ((b, min(b + _CHUNK, n)) for b in range(0, n, _CHUNK))
 
 @patch
@@ -357,9 +403,9 @@ def write_manifest(self: _Preparation):
                 "counts": dict(sorted(self.counts.items())),
                 "tokenizer": {"kind": t.kind, "vocab_size": t.vocab_size, "bos_id": t.bos_id, "eos_id": t.eos_id, "pad_id": t.pad_id},
                 "depth": self.depth, "splits": self.splits, "files": dict(sorted(self.files.items()))}
-    (self.folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    (self.folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _sha256(manifest)}, indent=1), encoding="utf-8")
 
-# %% ../../nbs/51_data.corpus.ipynb #2860627b
+# %% ../../nbs/51_data.corpus.ipynb #c35c9b1a
 def prepare_corpus(sources,                   # "stdlib", a path, or a list of them
                    out,                       # folder to make; must not exist
                    *, tokenizer="bpe",        # "bpe", "char", "llama3", or a `Tokenizer`
@@ -384,18 +430,21 @@ def prepare_corpus(sources,                   # "stdlib", a path, or a list of t
     if shard_tokens < 1 or sample_chars < 1: raise CorpusError(f"shard_tokens {shard_tokens} and sample_chars {sample_chars} must be positive")
     if not sources: raise CorpusError("no source was given: a folder, a text file, a .jsonl file, or stdlib")
     if out.exists(): raise CorpusError(f"{out} exists already: remove it or choose another folder")
-    part = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    part, lock = out.with_name(f".{out.name}.{os.getpid()}.partial"), None
     new = [p for p in part.parents if not p.exists()]      # parent folders that we make, nearest first
     try:
         p = _Preparation(part, list_files(sources), request, Progress(progress))
-        shutil.rmtree(part, ignore_errors=True); part.mkdir(parents=True)
+        _remove_abandoned(out); lock = _own_folder(part)
         p.make_tokenizer(tokenizer); p.encode(); p.check_lengths(seq_len); p.write_depths(); p.write_manifest()
         part.rename(out)
-    except OSError as e: raise CorpusError(f"cannot prepare {out}: {e}") from e
+    except OSError as e:
+        if out.exists(): raise CorpusError(f"{out} exists already: another process made it meanwhile") from e
+        raise CorpusError(f"cannot prepare {out}: {e}") from e
     except CorpusError: raise
     except ValueError as e: raise CorpusError(f"cannot prepare {out}: {e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        if lock is not None: os.close(lock)
         with suppress(OSError):                             # they stay where they hold the corpus
             for p in new: p.rmdir()
     return Corpus.open(out)

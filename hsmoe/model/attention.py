@@ -154,13 +154,17 @@ def quantized_attention_reference(
     if dropout: w = w * _keep(w, dropout)
     return (w @ v / z).to(q_BHSK.dtype)
 
-# %% ../../nbs/30_model.attention.ipynb #e98a60cc
+# %% ../../nbs/30_model.attention.ipynb #137cdefa
 _STRIP = 64   # query rows handled at a time: 32 and 256 were slower on a CPU; results do not depend on it
 
-def _strips(n_queries, offset):
+def _strip(q3, keys):
+    "Rows of a strip: 64 on a CPU; on a GPU as many as make 64 Mi scores, since there each launch costs time."
+    return _STRIP if q3.device.type == "cpu" else min(q3.shape[1], max(_STRIP, 2**26 // max(1, len(q3) * keys)))
+
+def _strips(n_queries, offset, rows):
     "Rows a:b of the queries and the number of keys they may see."
-    for a in range(0, n_queries, _STRIP):
-        b = min(a + _STRIP, n_queries)
+    for a in range(0, n_queries, rows):
+        b = min(a + rows, n_queries)
         yield a, b, offset + b
 
 class _QuantizedAttention(torch.autograd.Function):
@@ -170,9 +174,10 @@ class _QuantizedAttention(torch.autograd.Function):
         q3 = (q.to(acc) * (_LOG2E / math.sqrt(kd))).reshape(-1, n, kd)
         k3, v3 = (x.to(acc).reshape(-1, x.shape[-2], kd) for x in (k, v))
         out = torch.empty_like(q3)
-        future = q3.new_full((min(n, _STRIP),) * 2, -torch.inf).triu_(1)      # added: 7 times as fast as masked_fill
+        rows = _strip(q3, k3.shape[1])
+        future = q3.new_full((min(n, rows),) * 2, -torch.inf).triu_(1)        # added: 7 times as fast as masked_fill
         saved = []
-        for a, b, seen in _strips(n, offset):
+        for a, b, seen in _strips(n, offset, rows):
             p = torch.bmm(q3[:, a:b], k3[:, :seen].transpose(1, 2))
             p[:, :, offset + a:].add_(future[:b-a, :b-a])
             m = p.amax(-1, keepdim=True)
@@ -186,7 +191,7 @@ class _QuantizedAttention(torch.autograd.Function):
             out[:, a:b] = o.div_(z) if online else o
             saved += [p, w, z, keep]
         ctx.save_for_backward(q3, k3, v3, out if online else None, *saved)
-        ctx.online, ctx.offset, ctx.like, ctx.dtype = online, offset, (q.shape, k.shape), q.dtype
+        ctx.online, ctx.offset, ctx.rows, ctx.like, ctx.dtype = online, offset, rows, (q.shape, k.shape), q.dtype
         return out.view(q.shape).to(q.dtype)
 
     @staticmethod
@@ -196,7 +201,7 @@ class _QuantizedAttention(torch.autograd.Function):
         do = do.to(q3.dtype).reshape(q3.shape)
         dq, dk, dv = torch.empty_like(q3), torch.zeros_like(k3), torch.zeros_like(v3)
         delta = (do * out).sum(-1, keepdim=True) if ctx.online else None
-        for i, (a, b, seen) in enumerate(_strips(q3.shape[1], ctx.offset)):
+        for i, (a, b, seen) in enumerate(_strips(q3.shape[1], ctx.offset, ctx.rows)):
             p, w, z, keep = saved[4*i:4*i+4]
             g = do[:, a:b] / z if ctx.online else do[:, a:b]
             dv[:, :seen].baddbmm_(w.transpose(1, 2), g)

@@ -106,17 +106,20 @@ def set_compute_dtype(model:HybridSparseMoEModel, dtype:torch.dtype) -> HybridSp
             p.data = p.data.to(dtype)
     return model
 
-# %% ../../nbs/42_model.hybrid.ipynb #ae9a4c3a
+# %% ../../nbs/42_model.hybrid.ipynb #1bdf3d36
 def check_formats(cfg:Config) -> None:
     "`ConfigError` when a format is unknown or misplaced, or a weight format is not exact in the compute dtype (DESIGN decision 1)."
     try: policy = quant_policy(cfg)
     except ValueError as e: raise ConfigError(f"preset {cfg.name!r}, section quant: {e}") from None
     for glob, name in policy.weights.items():
         fmt = name and BlockFormat.parse(name)
-        if fmt and ".shared." in glob and fmt.block[0] > 1 and cfg.model.expert_inner % math.lcm(*fmt.block):
-            raise ConfigError(f"preset {cfg.name!r}: model.expert_inner = {cfg.model.expert_inner} must be a multiple of {math.lcm(*fmt.block)}, or a block of {fmt.name} would hold weights of two shared experts")
         if fmt and not fmt.is_exact_in(getattr(torch, cfg.train.dtype)):
             raise ConfigError(f"preset {cfg.name!r}: weight format {fmt.name!r} of {glob!r} cannot be a compute copy, since its products of element and scale do not fit {cfg.train.dtype} exactly; choose one that does, such as nvfp4:8x8")
+    for i in range(cfg.model.n_layers):
+        for part, side in (("w_in", 0), ("w_out", 1)):            # the side along which the shared experts lie one after another
+            name = policy.weight_format(f"layers.{i}.moe.shared.{part}")
+            if name and cfg.model.expert_inner % (size := BlockFormat.parse(name).block[side]):
+                raise ConfigError(f"preset {cfg.name!r}: model.expert_inner = {cfg.model.expert_inner} must be a multiple of {size}, or a block of {name} would hold weights of two shared experts")
 
 def quant_policy(cfg:Config) -> QuantPolicy:
     "The formats of `cfg` by parameter and site: the three named formats, with the configuration's own globs and sites over them."
@@ -148,7 +151,7 @@ def count_parameters(model:HybridSparseMoEModel) -> dict:
     with_head = total - parts["routed"] - parts["shared"] + active_experts
     return {**parts, "total": total, "active_experts": active_experts, "active": with_head - parts["embedding"], "active_with_head": with_head}
 
-# %% ../../nbs/42_model.hybrid.ipynb #aa22e504
+# %% ../../nbs/42_model.hybrid.ipynb #fd5a9549
 def _pick(logits_BV:torch.Tensor, temperature:float, top_k:Optional[int], generator) -> torch.Tensor:
     "Next token for each row: the largest logit at temperature 0, otherwise a sample."
     if temperature == 0: return logits_BV.argmax(-1)
@@ -159,12 +162,19 @@ def _pick(logits_BV:torch.Tensor, temperature:float, top_k:Optional[int], genera
 
 @torch.no_grad()
 def generate(model:HybridSparseMoEModel, tokens_BS:torch.Tensor, max_new_tokens:int, *, temperature:float=1.0, top_k:Optional[int]=None,
-             generator:Optional[torch.Generator]=None, eos_id:Optional[int]=None) -> torch.Tensor:
-    "`tokens_BS` continued by up to `max_new_tokens`, [B, S+new]; stops early when every row has produced `eos_id` (rows that ended repeat it)."
+             generator:Optional[torch.Generator]=None, eos_id:Optional[int]=None, vocab_size:Optional[int]=None) -> torch.Tensor:
+    """`tokens_BS` continued by up to `max_new_tokens`, [B, S+new]; stops early when every row has produced `eos_id` (rows that ended repeat it).
+
+    `vocab_size`: ids the tokenizer has, where the model has more; none beyond is drawn."""
     if tokens_BS.shape[1] == 0: raise ValueError("the prompt has no tokens; give at least one, such as the begin-of-text id")
     if temperature < 0: raise ValueError(f"temperature = {temperature} must be 0 (greedy) or above")
     was_training = model.training
     model.eval()
+    try: return _continue(model, tokens_BS, max_new_tokens, lambda logits_BV: _pick(logits_BV[:, :vocab_size], temperature, top_k, generator), eos_id)
+    finally: model.train(was_training)
+
+def _continue(model, tokens_BS, max_new_tokens, pick, eos_id):
+    "The loop of `generate`: a cache that is begun anew with the last half window when it is full."
     fresh = tokens_BS[:, -model.max_seq_len:]
     caches, ended = None, torch.zeros(len(tokens_BS), dtype=torch.bool, device=tokens_BS.device)
     for _ in range(max_new_tokens):
@@ -172,11 +182,10 @@ def generate(model:HybridSparseMoEModel, tokens_BS:torch.Tensor, max_new_tokens:
             if caches is not None: fresh = tokens_BS[:, -model.max_seq_len // 2:]
             caches = [KVCache(model.max_seq_len) for _ in model.layers]
         logits, _ = model(fresh, caches)
-        fresh = _pick(logits[:, -1], temperature, top_k, generator)[:, None]
+        fresh = pick(logits[:, -1])[:, None]
         if eos_id is not None:
             fresh = fresh.masked_fill(ended[:, None], eos_id)
             ended |= fresh[:, 0] == eos_id
         tokens_BS = torch.cat([tokens_BS, fresh], 1)
         if ended.all(): break
-    model.train(was_training)
     return tokens_BS

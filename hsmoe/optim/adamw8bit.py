@@ -93,13 +93,14 @@ class _Masters(torch.optim.Optimizer):
         "Pairs (name, master) of all parameters; a float32 untagged parameter is its own master."
         return list(zip(self.names, self._masters.values()))
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #80f92bce
+# %% ../../nbs/60_optim.adamw8bit.ipynb #afc2ca8d
 def _write_all(moved):
     "`write_compute_` for many (parameter, master) pairs; small matrices of one shape and format share a call."
     alike = {}
     for p, master in moved: alike.setdefault((getattr(p, "block_format", None), p.shape, p.device), []).append((p, master))
-    for (fmt, shape, _), pairs in alike.items():
-        if fmt is None or len(pairs) == 1 or len(shape) < 2 or shape.numel() > 1 << 17:
+    for (fmt, shape, device), pairs in alike.items():
+        small = 1 << 17 if device.type == "cpu" else (1 << 26) // len(pairs)
+        if fmt is None or len(pairs) == 1 or len(shape) < 2 or shape.numel() > small:
             for p, master in pairs: write_compute_(p, master)
         else:
             for (p, _), w in zip(pairs, qdq(torch.stack([master for _, master in pairs]), fmt)): p.copy_(w)

@@ -143,7 +143,7 @@ def named_sites(model: nn.Module) -> list:
     "Pairs (module path, `QuantSite`); the last part of the path is the site's name."
     return [(n, m) for n, m in model.named_modules() if isinstance(m, QuantSite)]
 
-# %% ../../nbs/11_quant.fake.ipynb #7a4e9752
+# %% ../../nbs/11_quant.fake.ipynb #3eeb28c2
 WEIGHT_GLOBS = ("layers.*.moe.routed.w_*", "layers.*.moe.shared.w_*", "layers.*.attn.o.weight", "layers.*.dense.gate.weight")
 FEATURE_BLOCKS = dict(qkv_out=32, routed_out=16, shared_out=16, dense_gate_pre=16, router_logits=16)
 OPTIONAL_BLOCKS = dict(ffn_in=16, ffn_hidden=16)                      # off by default; FP4 matrix units need them
@@ -171,6 +171,10 @@ class QuantPolicy:
             _one_row(fmt, f"site {site}")
             if site == "probs" and self.softmax == "online" and fmt.scale != "e8m0":
                 raise ValueError(f"site probs: softmax 'online' rescales by powers of two, format {fmt.name} does not; allowed are e8m0 scales")
+
+    def weight_format(self, name: str) -> str | None:
+        "Format of the parameter `name`: that of the last glob that matches it, or None."
+        return next((fmt for glob, fmt in reversed(self.weights.items()) if fnmatch.fnmatchcase(name, glob)), None)
 
 def make_policy(
     weight_format="nvfp4:8x8",      # expert weights, attention output, dense gate

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'TrainState', 'StepResult', 'train_step', 'time_trial',
-           'datasets', 'new_run_dir', 'run_corpus', 'Run', 'corpus_options', 'corpus_dir_for', 'ensure_corpus',
-           'run_training', 'load_run']
+           'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
+           'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #6388f3e4
-import contextlib, datetime, hashlib, importlib.util, json, math, signal, time
+# %% ../../nbs/73_train.loop.ipynb #928e2c80
+import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -17,16 +17,17 @@ import torch
 from fastcore.basics import patch
 
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
-from ..data.corpus import Corpus, list_files, prepare_corpus
+from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_files, lock_folder, prepare_corpus, sha256_file
 from ..data.loader import Loader, PackedDataset, Stage
+from ..data.tokenizer import Tokenizer
 from ..model.hybrid import HybridSparseMoEModel, build_model, count_parameters
 from ..mtp.loss import adamtp_loss, loss_positions
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
 from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
 from ..quant.fake import code_flip_rate, observing, revise_sites, site_stats
 from ..quant.formats import scale_stats
-from .checkpoint import latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state
-from .telemetry import MetricsLog, Progress, capture_env, load_summary, peak_memory_bytes, read_metrics, seed_everything
+from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state, write_whole
+from .telemetry import MetricsLog, Progress, capture_env, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
 # %% ../../nbs/73_train.loop.ipynb #b9386845
@@ -91,7 +92,7 @@ class TrainState:
         for k in self.COUNTERS: setattr(self, k, state[k])
         set_rng_state(state["rng"])
 
-# %% ../../nbs/73_train.loop.ipynb #f700b8d2
+# %% ../../nbs/73_train.loop.ipynb #83fc0f8c
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -117,7 +118,7 @@ def train_step(state:TrainState) -> StepResult:
     for tokens_bL, depth_bS, mask_bS in parts:
         try: handle, routing = model(tokens_bL[:, :S], mask_BS=None if n_tokens == mask_BS.numel() else mask_bS)
         except ValueError as e: raise TrainingError(f"step {state.step + 1}: {e}; the update was not applied") from e
-        loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), parts=True)
+        loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), trunk_gradient=cfg.mtp.trunk_gradient, parts=True)
         entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
         total = loss + cfg.mtp.entropy_lambda * entropy
         if cfg.router.z_loss: total = total + cfg.router.z_loss * sum(r.z_sum for r in routing) / (n_tokens * len(routing))
@@ -171,16 +172,28 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #efa1f7d6
+# %% ../../nbs/73_train.loop.ipynb #5b6ce188
 def new_run_dir(cfg:Config, root="runs") -> Path:
-    "`runs/<date>-<name>`, with a number behind it where that exists."
+    "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
-    return next(p for p in (base.with_name(base.name + (f"-{i}" if i else "")) for i in range(10_000)) if not p.exists())
+    for i in itertools.count():
+        folder = base.with_name(base.name + (f"-{i}" if i else ""))
+        try: folder.mkdir(parents=True); return folder
+        except FileExistsError: continue
+        except OSError as e: raise TrainingError(f"run folder {folder} cannot be written: {e.strerror}") from None
+
+def remove_empty(*folders:Path) -> None:
+    "Remove the folders of a run that never began, nearest first, up to one that holds something."
+    with contextlib.suppress(OSError):
+        for folder in folders: folder.rmdir()
 
 def _recorded_corpus(run_dir:Path) -> dict:
-    "`path` and `fingerprint` of the corpus a run began on."
-    try: return json.loads((Path(run_dir) / "corpus.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError): raise TrainingError(f"{run_dir} does not say which corpus it ran on: corpus.json is missing or damaged") from None
+    "`path` and `fingerprint` of the corpus a run began on, and the checksum of its tokenizer."
+    try:
+        record = json.loads((Path(run_dir) / "corpus.json").read_text(encoding="utf-8"))
+        if isinstance(record, dict) and {"path", "fingerprint", "tokenizer_sha256"} <= record.keys(): return record
+    except (OSError, ValueError): pass
+    raise TrainingError(f"{run_dir} does not say which corpus it ran on: corpus.json is missing or damaged")
 
 def _same_corpus(run_dir:Path, corpus:Corpus) -> None:
     "`TrainingError` unless `corpus` is the one the run began on."
@@ -188,10 +201,19 @@ def _same_corpus(run_dir:Path, corpus:Corpus) -> None:
     if began_on != corpus.fingerprint: raise TrainingError(f"{run_dir} ran on a corpus with fingerprint {began_on}, and {corpus.folder} has {corpus.fingerprint}; give the corpus of the run")
 
 def run_corpus(run_dir) -> Corpus:
-    "The corpus of a run, checked to be the one it ran on."
-    corpus = Corpus.open(_recorded_corpus(run_dir)["path"])
+    "The corpus of a run, checked to be the one it ran on; of its files, those that a validation reads are compared with their checksums."
+    corpus = Corpus.open(_recorded_corpus(run_dir)["path"], verify="val")
     _same_corpus(run_dir, corpus)
     return corpus
+
+def run_tokenizer(run_dir) -> Tokenizer:
+    "The tokenizer in a run's folder, checked to be the one the run began with where a `corpus.json` says which that was."
+    try: tokenizer, found = Tokenizer.load(run_dir), sha256_file(Path(run_dir) / "tokenizer.json")
+    except (OSError, ValueError) as e: raise TrainingError(f"the tokenizer of {run_dir} cannot be read: {e}") from None
+    try: began_with = _recorded_corpus(run_dir)["tokenizer_sha256"]
+    except TrainingError: return tokenizer
+    if found != began_with: raise TrainingError(f"{run_dir}/tokenizer.json is not the file that the run began with; copy it from the run's corpus")
+    return tokenizer
 
 def _with_train(cfg:Config, **changes) -> Config:
     "`cfg` with other values in its section train."
@@ -225,12 +247,20 @@ class Run:
         try:
             self.state = TrainState(cfg, self.steps, self.train_data, self.device)
             if latest: self.state.load_state_dict(load_state(latest))
-        except (ValueError, ImportError, KeyError) as e:
-            if isinstance(e, ConfigError): raise
-            raise TrainingError(f"{f'checkpoint {latest} cannot be continued' if latest else 'the run cannot start'}: {e}") from e
+        except CheckpointError as e:
+            earlier = checkpoint_steps(self.checkpoints)[:-1]
+            raise CheckpointError(f"{e}; {f'remove it to resume from step-{earlier[-1]}' if earlier else 'there is no earlier one'}") from e
+        except (ValueError, ImportError, KeyError, RuntimeError) as e:
+            if isinstance(e, ConfigError) or isinstance(e, RuntimeError) and not latest: raise
+            raise TrainingError(f"{f'checkpoint {latest} cannot be continued' if latest else 'the run cannot start'}: {' '.join(str(e).split())[:300]}") from e
         self.last_validation = ""
-        self.finished = self.state.step == self.steps.steps and (self.dir / "report.json").is_file()
+        self.finished = self.state.step == self.steps.steps and self._report() is not None
         if not self.finished: self._open(resume, self.state.step or -1)
+
+    def _report(self) -> Optional[dict]:
+        "The report of a run that has one; None where it is missing or damaged, and `finish` will write it again."
+        try: return json.loads((self.dir / "report.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError): return None
 
     def _stored_config(self, cfg:Config) -> Config:
         path = self.dir / "config.yaml"
@@ -241,20 +271,45 @@ class Run:
         return stored
 
     def _open(self, resume:bool, last_step:int) -> None:
-        "Create the folder and its records; only now, when the input has been checked."
+        "Create the folder and its records; only now, when the input has been checked. Where they cannot be written, those of a new run are taken away again."
+        made = [p for p in (self.dir, *self.dir.parents) if not p.exists()]
+        records = ["corpus.json", "tokenizer.json", "config.json", "env.json", "config.yaml", "metrics.jsonl"]
+        self.lock = None
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
+            self._claim(resume)
             if not resume:                               # config.yaml makes it a run, so it comes last
-                (self.dir / "corpus.json").write_text(json.dumps(dict(path=str(Path(self.corpus.folder).resolve()), fingerprint=self.corpus.fingerprint)), encoding="utf-8")
                 self.corpus.tokenizer.save(self.dir)
-                save_config(self.cfg, self.dir / "config.json"); save_config(self.cfg, self.dir / "config.yaml")
-            env = f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"
-            (self.dir / env).write_text(json.dumps(capture_env(self.cfg.train.seed), indent=1), encoding="utf-8")
-        except OSError as e: raise TrainingError(f"run folder {self.dir} cannot be written: {e.strerror or e}") from e
-        if self.checkpoints.is_dir(): prune_checkpoints(self.checkpoints, self.cfg.train.keep_checkpoints)
-        self.log = MetricsLog(self.dir, tensorboard=self.cfg.train.tensorboard, wandb=self.cfg.train.wandb, config=to_dict(self.cfg), resume_step=last_step if resume else None)
+                write_whole(self.dir / "corpus.json", json.dumps(dict(path=str(Path(self.corpus.folder).resolve()), fingerprint=self.corpus.fingerprint,
+                                                                      tokenizer_sha256=sha256_file(self.dir / "tokenizer.json"))))
+                save_config(self.cfg, self.dir / "config.json")
+            write_whole(self.dir / (f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"), json.dumps(capture_env(self.cfg.train.seed), indent=1))
+            if not resume: save_config(self.cfg, self.dir / "config.yaml")
+            self.log = MetricsLog(self.dir, tensorboard=self.cfg.train.tensorboard, wandb=self.cfg.train.wandb, config=to_dict(self.cfg), resume_step=last_step if resume else None)
+            self.best, self.saved = self._best(), None
+            if self.checkpoints.is_dir(): self._prune()
+        except BaseException as e:
+            if self.lock is not None: os.close(self.lock)
+            if not isinstance(e, OSError): raise
+            with contextlib.suppress(OSError):
+                for name in [] if resume else records: (self.dir / name).unlink(missing_ok=True)
+            remove_empty(*made)
+            raise TrainingError(f"run folder {self.dir} cannot be written: {e.strerror or e}") from e
 
-# %% ../../nbs/73_train.loop.ipynb #be52fe82
+    def _claim(self, resume:bool) -> None:
+        "Lock the folder as long as the run has it; `TrainingError` where another process trains in it, or began a run in it just now."
+        try: self.lock = lock_folder(self.dir)
+        except BlockingIOError: raise TrainingError(f"another process is training in {self.dir}; wait for it or choose another folder") from None
+        except OSError: pass                             # a file system without locks
+        if not resume: _no_run_in(self.dir)
+
+    def close(self) -> None:
+        "Close the records and give the folder free."
+        self.log.close()
+        if self.lock is not None: os.close(self.lock)
+        self.lock = None
+
+# %% ../../nbs/73_train.loop.ipynb #c5ca7fdf
 @patch
 def validate(self:Run, max_tokens:int):
     "Score the model on the validation split."
@@ -262,9 +317,19 @@ def validate(self:Run, max_tokens:int):
 
 @patch
 def save(self:Run) -> None:
-    "Write a checkpoint of the current step and drop old ones."
-    save_state(self.checkpoints / f"step-{self.state.step}", self.state.state_dict())
-    prune_checkpoints(self.checkpoints, self.cfg.train.keep_checkpoints)
+    "Write a checkpoint of the current step, unless it is written already, and drop old ones."
+    if self.saved != self.state.step: save_state(self.checkpoints / f"step-{self.state.step}", self.state.state_dict())
+    self.saved = self.state.step
+    self._prune()
+
+@patch
+def _prune(self:Run) -> None:
+    prune_checkpoints(self.checkpoints, self.cfg.train.keep_checkpoints, [self.best[1]] if self.cfg.train.keep_best else ())
+
+@patch
+def _best(self:Run) -> tuple[float, int]:
+    "Lowest validation loss after a step, and the step; infinite before the first."
+    return min(((v, n) for n, v in zip(*series(read_metrics(self.dir), "val_loss")) if n > 0 and isinstance(v, float)), default=(math.inf, 0))
 
 @patch
 def tagged(self:Run) -> list:
@@ -282,15 +347,17 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     return dict(loads=[l.tolist() for l in result.loads], depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #620afbfe
+# %% ../../nbs/73_train.loop.ipynb #2e5e2606
 class _Stop:
-    "Turns SIGINT and SIGTERM into a flag that is read between steps."
-    def __init__(self): self.signal = None
+    "Turns SIGINT and SIGTERM into a flag that is read between steps; with `at_once`, and at a second signal, into a KeyboardInterrupt."
+    def __init__(self): self.signal, self.at_once = None, False
     def __enter__(self):
         try: self.old = {s: signal.signal(s, self._set) for s in (signal.SIGINT, signal.SIGTERM)}
         except ValueError: self.old = {}         # not the main thread: signals stay as they are
         return self
-    def _set(self, number, frame): self.signal = number
+    def _set(self, number, frame):
+        if self.signal is not None or self.at_once: raise KeyboardInterrupt
+        self.signal = number
     def __exit__(self, *_):
         for s, handler in self.old.items(): signal.signal(s, handler)
 
@@ -306,33 +373,39 @@ def record(self:Run, result:StepResult, seconds:float) -> dict:
 def train(self:Run) -> dict:
     "Train to the end (or to a signal) and return the report that is also written to `report.json`."
     s, st = self.state, self.steps
-    if self.finished: return json.loads((self.dir / "report.json").read_text(encoding="utf-8"))
-    with contextlib.ExitStack() as sinks:
-        sinks.callback(self.log.close)
-        self._steps()
-        return self.finish()
+    if self.finished: return self._report()
+    with contextlib.closing(self), _Stop() as stop:
+        try:
+            self._steps(stop)
+            stop.at_once = True
+            if stop.signal is not None: raise KeyboardInterrupt
+            return self.finish()
+        except KeyboardInterrupt: reason = f"stopped at once by a signal after step {s.step} of {st.steps}"
+        except CheckpointError as e: reason = str(e)
+        except OSError as e: reason = f"writing failed after step {s.step} of {st.steps} ({e.strerror or e})"
+    newest = latest_checkpoint(self.checkpoints)
+    raise TrainingError(f"{reason}; resume {self.dir} to go on from {newest.name if newest else 'the beginning, since it has no checkpoint yet'}")
 
 @patch
-def _steps(self:Run) -> None:
+def _steps(self:Run, stop:_Stop) -> None:
     "All steps that are left; `TrainingError` when a signal ended them."
     s, st = self.state, self.steps
     progress = Progress(st.steps, s.step, self.progress_seconds)
-    with _Stop() as stop:
-        if s.step == 0: self._validation()
-        while s.step < st.steps and stop.signal is None:
-            n, start = s.step + 1, time.perf_counter()
-            wants_histogram = n % st.histogram == 0 or n in (1, st.steps)
-            before = [p.detach().clone() for p in self.tagged()] if wants_histogram else []
-            with observing(s.model) if wants_histogram else contextlib.nullcontext(): result = train_step(s)
-            seconds = time.perf_counter() - start
-            s.seconds += seconds
-            if n % st.log == 0 or n in (1, st.steps): self.log.write(n, **self.record(result, seconds))
-            if wants_histogram:
-                record = self.histogram(before, result)
-                self.log.write(n, **record, sites_revised=revise_sites(s.model))
-            if n % st.validate == 0 or n == st.steps: self._validation()
-            if n % st.checkpoint == 0 or n == st.steps or stop.signal is not None: self.save()
-            progress.update(n, time.perf_counter(), f"loss {result.loss:.3f}  next {result.next_token:.3f}  lr {result.lr:.2e}  grad {result.grad_norm:.2f}  {st.tokens_per_step / seconds:,.0f} tok/s{self.last_validation}")
+    if s.step == 0: self._validation()
+    while s.step < st.steps and stop.signal is None:
+        n, start = s.step + 1, time.perf_counter()
+        wants_histogram = n % st.histogram == 0 or n in (1, st.steps)
+        before = [p.detach().clone() for p in self.tagged()] if wants_histogram else []
+        with observing(s.model) if wants_histogram else contextlib.nullcontext(): result = train_step(s)
+        seconds = time.perf_counter() - start
+        s.seconds += seconds
+        if n % st.log == 0 or n in (1, st.steps): self.log.write(n, **self.record(result, seconds))
+        if wants_histogram:
+            record = self.histogram(before, result)
+            self.log.write(n, **record, sites_revised=revise_sites(s.model))
+        if n % st.validate == 0 or n == st.steps: self._validation()
+        if n % st.checkpoint == 0 or n == st.steps or stop.signal is not None: self.save()
+        progress.update(n, time.perf_counter(), f"loss {result.loss:.3f}  next {result.next_token:.3f}  lr {result.lr:.2e}  grad {result.grad_norm:.2f}  {st.tokens_per_step / seconds:,.0f} tok/s{self.last_validation}")
     progress.close()
     newest = latest_checkpoint(self.checkpoints)
     if newest is None or newest.name != f"step-{s.step}": self.save()
@@ -344,27 +417,29 @@ def _validation(self:Run) -> None:
     v = self.validate(self.cfg.train.val_tokens)
     self.log.write(self.state.step, val_loss=v.loss, val_bits_per_byte=v.bits_per_byte)
     self.last_validation = f"  val {v.loss:.3f}"
+    if 0 < self.state.step and v.loss < self.best[0]:
+        self.best = v.loss, self.state.step
+        if self.cfg.train.keep_best: self.save()
 
-# %% ../../nbs/73_train.loop.ipynb #e5ccbf5f
+# %% ../../nbs/73_train.loop.ipynb #7da57112
 @patch
 def finish(self:Run) -> dict:
-    "Final validation and `report.json` (DESIGN decision 10)."
+    "Final validation and `report.json` (DESIGN decision 10). `val_loss` scores the final weights on `final_val_tokens`; `best_val_loss` is the lowest of the validations on `val_tokens` along the way."
     s, st, cfg = self.state, self.steps, self.cfg
     final = self.validate(cfg.train.final_val_tokens)
     bigram = bigram_baseline(self.corpus.bigram, self.val_data, cfg.train.final_val_tokens, self.corpus.tokenizer.token_bytes())
     records = [r for r in read_metrics(self.dir) if "loads" in r and r["step"] > 0.8 * st.steps]
     loads = [torch.tensor(layer, dtype=torch.float64).sum(0) for layer in zip(*(r["loads"] for r in records))]
     report = dict(name=cfg.name, config_hash=config_hash(cfg), corpus=self.corpus.fingerprint, val_loss=final.loss, val_bits_per_byte=final.bits_per_byte, val_tokens=final.tokens,
+                  best_val_loss=self.best[0] if self.best[1] else None, best_val_step=self.best[1],
                   bigram_loss=bigram.loss, bigram_bits_per_byte=bigram.bits_per_byte, steps=st.steps, tokens=st.steps * st.tokens_per_step, pairs=s.pairs,
                   seconds=s.seconds, tokens_per_s=st.steps * st.tokens_per_step / max(s.seconds, 1e-9), mean_depth=s.pairs / max(1, s.positions), clip_rate=s.clipped / st.steps,
                   **load_summary(loads), peak_memory_bytes=peak_memory_bytes(self.device), parameters=count_parameters(s.model))
-    aside = self.dir / "report.json.tmp"
-    aside.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    aside.replace(self.dir / "report.json")
+    write_whole(self.dir / "report.json", json.dumps(report, indent=1))
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #828c588c
+# %% ../../nbs/73_train.loop.ipynb #356c9dcc
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -375,13 +450,16 @@ def corpus_dir_for(cfg:Config, root="corpora") -> Path:
     "Folder of the corpus that `cfg` asks for: named by a hash of its settings and of the sources' files (name, size, time of change), so that edited text makes a new corpus."
     settings = {k: v for k, v in corpus_options(cfg).items() if k != "seq_len"}       # seq_len only refuses splits that are too short
     files = [(f.id, s.st_size, s.st_mtime_ns) for f in list_files(list(cfg.data.sources)) for s in [f.path.stat()]]
-    key = json.dumps([list(cfg.data.sources), settings, files], sort_keys=True)
+    key = json.dumps([CORPUS_VERSION, list(cfg.data.sources), settings, files], sort_keys=True)
     return Path(root) / f"{cfg.data.tokenizer}{cfg.model.vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
 
 def ensure_corpus(cfg:Config, root="corpora", progress=print) -> Path:
     "Prepare the corpus of `cfg` unless it exists; returns its folder."
     folder = corpus_dir_for(cfg, root)
-    if not folder.exists(): prepare_corpus(list(cfg.data.sources), folder, **corpus_options(cfg), progress=progress)
+    try:
+        if not folder.exists(): prepare_corpus(list(cfg.data.sources), folder, **corpus_options(cfg), progress=progress)
+    except CorpusError:
+        if not (folder / "manifest.json").exists(): raise            # otherwise another process was faster
     return folder
 
 def _resumed_config(run_dir, preset:Optional[str], overrides:list) -> Config:
@@ -402,7 +480,16 @@ def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
     pick_device(cfg)
     if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
     if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
+    check_writable(Path(run_dir or "runs"))
     if run_dir and not resume: _no_run_in(Path(run_dir))
+
+def check_writable(folder:Path) -> None:
+    "`TrainingError` where `folder` could not be made or written, found by looking at it or at what it would lie in."
+    try:
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        reason = f"{there} is a file" if not there.is_dir() else None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only"
+    except OSError as e: reason = e.strerror
+    if reason: raise TrainingError(f"folder {folder} cannot be written: {reason}")
 
 def _one_process(cfg:Config) -> None:
     if cfg.parallel.dp > 1: raise ConfigError(f"parallel.dp = {cfg.parallel.dp} needs {cfg.parallel.dp} processes and this run has one; set parallel.ep=1 parallel.dp=1")
@@ -430,18 +517,27 @@ def run_training(preset:Optional[str]=None, overrides=(), *, run_dir=None, corpu
     _refuse_early(cfg, run_dir, resume)
     if corpus_dir is None: corpus_dir = _recorded_corpus(run_dir)["path"] if resume else ensure_corpus(cfg)
     elif not resume: _corpus_fits(Corpus.open(corpus_dir), cfg)
-    run_dir = Path(run_dir) if run_dir else new_run_dir(cfg)
-    Run(cfg, run_dir, corpus_dir, resume).train()
-    return run_dir
+    folder = Path(run_dir) if run_dir else new_run_dir(cfg)
+    try: Run(cfg, folder, corpus_dir, resume).train()
+    except BaseException:
+        if not run_dir: remove_empty(folder, folder.parent)
+        raise
+    return folder
 
 def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Config]:
     "The trained model of a run (its newest checkpoint, or that of `step`) and its configuration."
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file(): raise TrainingError(f"{run_dir} is not a run folder: it has no config.yaml")
-    folder = latest_checkpoint(run_dir / "checkpoints") if step is None else run_dir / "checkpoints" / f"step-{step}"
-    if folder is None: raise TrainingError(f"{run_dir} has no checkpoint yet")
+    steps = checkpoint_steps(run_dir / "checkpoints")
+    if not steps: raise TrainingError(f"{run_dir} has no checkpoint yet")
+    if step is not None and step not in steps: raise TrainingError(f"{run_dir} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}")
+    folder = run_dir / "checkpoints" / f"step-{steps[-1] if step is None else step}"
     cfg = load_config(str(run_dir / "config.json"))
-    model = build_model(cfg)
-    model.load_state_dict(load_state(folder)["model"])
+    try:
+        model = build_model(cfg)
+        model.load_state_dict(load_state(folder)["model"])
+    except (RuntimeError, KeyError) as e:
+        if isinstance(e, CheckpointError): raise
+        raise TrainingError(f"checkpoint {folder} does not fit the configuration in {run_dir}/config.json: {' '.join(str(e).split())[:200]}") from e
     device = pick_device(_with_train(cfg, device="auto"))      # a run of a GPU can be read on a CPU
     return model.to(device).eval(), cfg
