@@ -6,8 +6,8 @@
 __all__ = ['FLOOR', 'Asked', 'ask', 'taken_by', 'read_trials', 'run_trials', 'once', 'Difference', 'difference', 'choose',
            'PlainBlock', 'PlainDecoder', 'train_plain', 'card_name', 'row', 'write_record', 'newest_record']
 
-# %% ../nbs/85_bench.ipynb #65b36d6d
-import datetime, json, math, os, subprocess, sys, tempfile, time
+# %% ../nbs/85_bench.ipynb #91927963
+import datetime, fcntl, json, math, os, shutil, subprocess, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -21,18 +21,20 @@ import hsmoe
 from .config import Config, ConfigError, config_hash, load_config, resolve, save_config, to_dict
 from .data.corpus import Corpus
 from .data.loader import Loader, in_order
-from .train.loop import TrainingError, datasets, ensure_corpus, pick_device, run_training
-from .train.telemetry import capture_env, read_metrics, seed_everything, series
+from .train.checkpoint import write_whole
+from .train.loop import TrainingError, datasets, ensure_corpus, pick_device
+from .train.telemetry import capture_env, read_metrics, seed_everything, series, source_hash
 from .train.validation import windows_for
 
-# %% ../nbs/85_bench.ipynb #af98ee95
+# %% ../nbs/85_bench.ipynb #c42afd24
 class Asked(NamedTuple):
     "The trials behind some questions: configurations by hash, and the hashes (one a seed) behind each (question, answer)."
     configs: dict
     runs: dict
 
 def ask(questions:dict, preset:str, common=(), seeds=(1234,)) -> Asked:
-    "Expand `{question: {answer: [overrides]}}` over `seeds`; `common` overrides hold for every trial and yield to an answer's own."
+    "Expand `{question: {answer: [overrides]}}` over `seeds`; `common` overrides hold for every trial and yield to an answer's own. `ConfigError` for a seed given twice."
+    if len(set(seeds)) < len(seeds): raise ConfigError(f"seeds = {list(seeds)} must differ: a seed given twice is one run, not two")
     configs, runs = {}, {}
     for question, answers in questions.items():
         for answer, overrides in answers.items():
@@ -46,7 +48,7 @@ def taken_by(preset:str, answers:dict) -> Optional[str]:
     as_it_is = config_hash(load_config(preset))
     return next((a for a, overrides in answers.items() if config_hash(load_config(preset, overrides)) == as_it_is), None)
 
-# %% ../nbs/85_bench.ipynb #64a04cb2
+# %% ../nbs/85_bench.ipynb #333af00e
 def _kept(folder:Path, cfg:Config) -> dict:
     "What stays of a finished run whose folder may go."
     metrics, steps = read_metrics(folder), resolve(cfg).steps
@@ -58,54 +60,88 @@ def _kept(folder:Path, cfg:Config) -> dict:
                 curve=[float(np.mean([curve[i] for i in p])) for p in pieces], loss=[float(np.mean([whole[i] for i in p])) for p in pieces], seconds_per_step=float(np.median(seconds)), val=list(zip(*series(metrics, "val_loss"))),
                 loads=loads.tolist(), env={k: env[k] for k in ("python", "platform", "packages", "commit", "source_sha256", "cpus", "gpus")})
 
-def _trial(config:Path, corpus:Path, folder:Path, running:list) -> dict:
-    "Train one configuration file in `folder` with `hsmoe train`; `TrainingError` carries the program's own sentence."
+class _Children:
+    "Processes that end together: after `stop` none is left, and none can be started."
+    def __init__(self): self.lock, self.stopped, self.running = threading.Lock(), False, []
+
+    def start(self, *args, **kw):
+        "`subprocess.Popen`, or `TrainingError` after `stop`."
+        with self.lock:
+            if self.stopped: raise TrainingError("stopped")
+            self.running.append(process := subprocess.Popen(*args, **kw))
+        return process
+
+    def stop(self) -> None:
+        with self.lock: self.stopped = True
+        for process in self.running: process.kill()
+
+def _trial(config:Path, corpus:Path, folder:Path, children:_Children) -> dict:
+    "Train one configuration file in `folder`, which is removed, with `hsmoe train`; `TrainingError` carries the program's own sentence."
     search = os.pathsep.join([str(Path(hsmoe.__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen([sys.executable, "-m", "hsmoe.cli", "train", "--preset", config, "--corpus", corpus, "--run-dir", folder],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": search})
-    running.append(process)
-    _, errors = process.communicate()
-    if process.returncode: raise TrainingError(f"trial {config.stem} failed: {(errors.strip().splitlines() or [f'exit code {process.returncode}'])[-1].removeprefix('hsmoe: ')}")
-    return _kept(folder, load_config(str(folder / "config.json")))
+    process = children.start([sys.executable, "-m", "hsmoe.cli", "train", "--preset", config, "--corpus", corpus, "--run-dir", folder],
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": search})
+    said, code = process.communicate()[1].strip().splitlines(), process.returncode
+    if code: raise TrainingError(f"trial {config.stem} failed: " + (f"killed by signal {-code}" if code < 0 else said[-1].removeprefix("hsmoe: ") if said else f"exit code {code}"))
+    try: return _kept(folder, load_config(str(folder / "config.json")))
+    finally: shutil.rmtree(folder, ignore_errors=True)
 
 def read_trials(path) -> dict:
-    "Finished trials of a file by configuration hash; a last line cut short is ignored."
-    lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1] if Path(path).is_file() else []
-    try: return {t["hash"]: t for t in map(json.loads, lines)}
-    except (ValueError, KeyError) as e: raise TrainingError(f"{path} is not a file of trials ({e}); remove it to start afresh") from None
+    "Finished trials of a file by name (configuration hash); a last line cut short is ignored."
+    try:
+        lines = Path(path).read_bytes().split(b"\n")[:-1] if Path(path).is_file() else []
+        return {t["hash"]: t for t in map(json.loads, lines)}
+    except (ValueError, KeyError, TypeError) as e: raise TrainingError(f"{path} is not a file of trials ({e}); remove it to start afresh") from None
+
+class _TrialFile:
+    "A file of trials that one bench at a time adds whole lines to; what a crash left of a line is cut off."
+    def __init__(self, path):
+        self.path = Path(path)
+        self.done = read_trials(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self):
+        self.file = self.path.open("ab", buffering=0)
+        try: fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError: self.file.close(); raise TrainingError(f"another bench is adding to {self.path}; wait for it, or give another file") from None
+        self.file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+        return self
+
+    def __exit__(self, *_): self.file.close()
+
+    def add(self, name:str, trial:dict) -> dict:
+        "Keep `trial` under `name`."
+        self.done[name] = dict(trial, hash=name)
+        self.file.write((json.dumps(self.done[name]) + "\n").encode())
+        return self.done[name]
 
 def run_trials(configs:dict, path, workers:int=1, note=print) -> dict:
-    "Train every configuration of `configs` (by hash) that `path` does not hold yet, `workers` at a time; returns all as `read_trials`. The first trial that fails ends the others."
-    done, path = read_trials(path), Path(path)
-    missing = {name: cfg for name, cfg in configs.items() if name not in done}
-    corpora = {name: ensure_corpus(cfg, progress=None) for name, cfg in missing.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Train every configuration of `configs` (by hash) that the file `path` does not hold yet, `workers` at a time; returns all of them as `read_trials`.
+
+    The first trial that fails, or a signal, ends the others; finished ones are kept. A trial is known by its configuration: `note` says where found ones were made by other code."""
+    trials = _TrialFile(path)
+    missing = {name: cfg for name, cfg in configs.items() if name not in trials.done}
+    older = sum(trials.done[name]["env"]["source_sha256"] != source_hash() for name in configs if name in trials.done)
+    if older: note(f"{older} of the trials found in {path} were made by other code than this; remove the file to run them again")
     if missing: note(f"{len(missing)} trials to run, {len(configs) - len(missing)} found in {path}")
-    running = []
-    with tempfile.TemporaryDirectory() as aside, path.open("a", encoding="utf-8") as file, ThreadPoolExecutor(workers) as pool:
+    corpora, children = {name: ensure_corpus(cfg, progress=None) for name, cfg in missing.items()}, _Children()
+    with tempfile.TemporaryDirectory() as aside, trials, ThreadPoolExecutor(workers) as pool:
         for name, cfg in missing.items(): save_config(cfg, Path(aside) / f"{name}.yaml")
-        jobs = {pool.submit(_trial, Path(aside) / f"{name}.yaml", corpora[name], Path(aside) / name, running): name for name in missing}
+        jobs = {pool.submit(_trial, Path(aside) / f"{name}.yaml", corpora[name], Path(aside) / name, children): name for name in missing}
         try:
             for job in as_completed(jobs):
-                done[jobs[job]] = trial = dict(hash=jobs[job], **job.result())
-                file.write(json.dumps(trial) + "\n"); file.flush()
-                note(f"{sum(n in done for n in configs):3d}/{len(configs)}  {trial['report']['seconds']:5.0f} s  validation loss {trial['report']['val_loss']:.4f}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in running: process.kill()
-            raise
-    return {name: done[name] for name in configs}
+                report = trials.add(jobs[job], job.result())["report"]
+                note(f"{sum(n in trials.done for n in configs):3d}/{len(configs)}  {report['seconds']:5.0f} s  validation loss {report['val_loss']:.4f}")
+        except BaseException: pool.shutdown(wait=False, cancel_futures=True); children.stop(); raise
+    return {name: trials.done[name] for name in configs}
 
 def once(path, name:str, make) -> dict:
-    "What `make()` returned under `name` in a file of trials; made, and appended, only if the file does not hold it."
-    done, path = read_trials(path), Path(path)
-    if name not in done:
-        done[name] = dict(make(), hash=name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file: file.write(json.dumps(done[name]) + "\n")
-    return done[name]
+    "What `make()` returned under `name` in a file of trials; made, and added, only if the file does not hold it."
+    trials = _TrialFile(path)
+    if name not in trials.done:
+        with trials: trials.add(name, make())
+    return trials.done[name]
 
-# %% ../nbs/85_bench.ipynb #f77d8b46
+# %% ../nbs/85_bench.ipynb #6ebe3006
 FLOOR = 0.003      # nats a token
 
 class Difference(NamedTuple):
@@ -122,10 +158,10 @@ def difference(losses, first) -> Difference:
 
 def choose(losses:dict, held:Optional[str]) -> str:
     "The answer with the lowest mean of `losses` (`{answer: one a seed}`), unless `held`, what the preset has, ties with it."
-    best = min(losses, key=lambda a: np.mean(losses[a]))
+    best = min(losses, key=lambda a: np.mean(losses[a]) if np.isfinite(losses[a]).all() else math.inf)
     return held if held in losses and not difference(losses[best], losses[held]).counts else best
 
-# %% ../nbs/85_bench.ipynb #0103ca2f
+# %% ../nbs/85_bench.ipynb #d3034b94
 class PlainBlock(nn.Module):
     "Pre-norm attention and feed-forward of width 4d, each with a residual."
     def __init__(self, d:int, heads:int, dropout:float):
@@ -156,7 +192,7 @@ class PlainDecoder(nn.Module):
         for block in self.blocks: x = block(x)
         return F.linear(self.norm(x), self.embed.weight)
 
-# %% ../nbs/85_bench.ipynb #f78b71b8
+# %% ../nbs/85_bench.ipynb #1d81c50f
 def _plain_loss(model, tokens_BL, depth_BS, reduction:str="mean"):
     "Next-token cross-entropy over the positions that have a next token, nats."
     S, valid_BS = depth_BS.shape[1], depth_BS > 0
@@ -177,6 +213,7 @@ def train_plain(cfg:Config, corpus:Corpus, note=None) -> dict:
     Returns `val_loss` (final, nats a token), `best_val_loss`, `seconds` of the steps alone, `seconds_per_step` (median) and `parameters`. No quantisation, no experts, one token ahead, fp32 AdamW."""
     steps, device, m, o = resolve(cfg), pick_device(cfg), cfg.model, cfg.optim
     if cfg.train.threads: torch.set_num_threads(cfg.train.threads)
+    torch.set_flush_denormal(True)               # as in a run: second moments of unused rows decay into denormals
     seed_everything(cfg.train.seed)
     train, val = datasets(cfg, corpus)
     model = PlainDecoder(m.vocab_size, m.d_model, m.n_layers, m.n_heads, m.max_seq_len, m.dropout).to(device)
@@ -193,13 +230,13 @@ def train_plain(cfg:Config, corpus:Corpus, note=None) -> dict:
         optimizer.step(); optimizer.zero_grad()
         if device.type == "cuda": torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        if n % steps.validate == 0 and n < steps.steps:
+        if n % steps.validate == 0 or n == steps.steps:
             best = min(best, loss := _plain_validate(model, val, cfg.train.val_tokens, cfg.train.micro_batch_sequences, device))
             if note: note(f"step {n}/{steps.steps}  validation {loss:.4f}")
     final = _plain_validate(model, val, cfg.train.final_val_tokens, cfg.train.micro_batch_sequences, device)
-    return dict(val_loss=final, best_val_loss=min(best, final), seconds=sum(seconds), seconds_per_step=float(np.median(seconds)), parameters=sum(p.numel() for p in model.parameters()))
+    return dict(val_loss=final, best_val_loss=best, seconds=sum(seconds), seconds_per_step=float(np.median(seconds)), parameters=sum(p.numel() for p in model.parameters()))
 
-# %% ../nbs/85_bench.ipynb #95a88bef
+# %% ../nbs/85_bench.ipynb #2140a730
 def card_name(device=None) -> str:
     "`cpu`, or the GPU's name as it goes into file names: `h200`, `b300`, `rtx-4090`."
     if device is None or torch.device(device).type != "cuda": return "cpu"
@@ -218,9 +255,8 @@ def write_record(bench:str, rows:list, folder, *, card:str="cpu", env:Optional[d
     record = dict(bench=bench, card=card, date=today, commit=env["commit"], torch=env["packages"]["torch"], ceilings=ceilings or {}, rows=rows, settings=settings or {})
     path = Path(folder) / f"{bench}-{card}-{today}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return aside.replace(path)
+    write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    return path
 
 def newest_record(folder, bench:str, card:Optional[str]=None) -> Optional[dict]:
     "The newest record of `bench` (on `card`) in `folder`, or None."

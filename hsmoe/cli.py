@@ -25,7 +25,7 @@ from .train.checkpoint import CheckpointError
 from .train.loop import TrainingError, check_writable, ensure_corpus, new_run_dir, remove_empty, run_training
 from .train.telemetry import MetricsError
 
-# %% ../nbs/92_cli.ipynb #d2f39235
+# %% ../nbs/92_cli.ipynb #581652db
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Train, evaluate and sample hybrid sparse-MoE language models under 4-bit quantisation.")
 USER_ERRORS = (ConfigError, CorpusError, TrainingError, CheckpointError, MetricsError)
@@ -40,7 +40,7 @@ def with_sources(overrides, source) -> list[str]:
     overrides, source = ([x] if isinstance(x, (str, Path)) else list(x or []) for x in (overrides, source))
     return overrides + ([f"data.sources={json.dumps([str(s) for s in source])}"] if source else [])
 
-# %% ../nbs/92_cli.ipynb #f116dcc8
+# %% ../nbs/92_cli.ipynb #03bae914
 @app.command()
 def prepare(overrides:Overrides=None, preset:Preset="tiny", source:Source=None):
     "Tokenise text into a packed corpus with prediction depths, and print its folder."
@@ -61,7 +61,7 @@ def train(overrides:Overrides=None, preset:MaybePreset=None, source:Source=None,
     print(f"validation loss {report['val_loss']:.4f} nats a token ({report['val_bits_per_byte']:.3f} bits a byte); bigram {report['bigram_loss']:.4f}")
     print(folder)
 
-# %% ../nbs/92_cli.ipynb #61d4590e
+# %% ../nbs/92_cli.ipynb #065c284a
 Run_ = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
 
 @app.command("eval")
@@ -73,9 +73,10 @@ def eval_(run:Run_, tokens:Annotated[Optional[int], typer.Option(min=1, help="Sc
 @app.command()
 def generate(run:Run_, prompt:Annotated[str, typer.Option(help="Text to continue.")]="", max_new_tokens:Annotated[int, typer.Option(min=1)]=200,
              temperature:Annotated[float, typer.Option(min=0, help="0 is greedy.")]=0.8, top_k:Annotated[int, typer.Option(min=1)]=40,
-             seed:Annotated[int, typer.Option(min=0)]=0, samples:Annotated[int, typer.Option(min=1)]=1):
+             seed:Annotated[int, typer.Option(min=0)]=0, samples:Annotated[int, typer.Option(min=1)]=1,
+             step:Annotated[Optional[int], typer.Option(min=0, help="Checkpoint to use; default the newest.")]=None):
     "Write text with a run's model."
-    for i, text in enumerate(sample_text(run, prompt, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, samples=samples)):
+    for i, text in enumerate(sample_text(run, prompt, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, samples=samples, step=step)):
         if samples > 1: print(f"--- sample {i + 1}")
         print(text)
 
@@ -84,7 +85,7 @@ def plan(overrides:Overrides=None, preset:Preset="5b"):
     "Parameters by component, as built and as printed in the request."
     Console().print(render_table(load_config(preset, overrides or [])))
 
-# %% ../nbs/92_cli.ipynb #efd54e85
+# %% ../nbs/92_cli.ipynb #2bac97bf
 def check_parameters(notebook:Path, given:dict) -> dict:
     "Parameters of `notebook` with their defaults; `ConfigError` for one it does not have."
     import papermill
@@ -129,7 +130,7 @@ def run_notebook(notebook, parameters:dict, output=None, timeout:Optional[int]=N
         if isinstance(e, papermill.PapermillExecutionError):
             kind = "" if e.ename in [c.__name__ for c in USER_ERRORS] else f"{e.ename}: "
             raise TrainingError(f"notebook {notebook} failed: {kind}{' '.join(e.evalue.split())}") from None
-        if not isinstance(e, Exception) and (Path(parameters.get("run_dir", "")) / "config.yaml").is_file():     # a signal, while the notebook trained
+        if not isinstance(e, Exception) and parameters.get("run_dir") and (Path(parameters["run_dir"]) / "config.yaml").is_file():     # a signal, while the notebook trained
             raise TrainingError(f"notebook {notebook} was stopped by a signal; go on with -p run_dir {shlex.quote(parameters['run_dir'])} -p resume true") from None
         if isinstance(e, (OSError, RuntimeError)): raise TrainingError(f"notebook {notebook} failed: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
         raise
@@ -143,6 +144,7 @@ def parameter_value(name:str, word:str, default):
     except yaml.YAMLError: value = word
     if isinstance(default, str): return value if quoted else "" if word in ("", "null") else word
     if isinstance(default, bool): return value if isinstance(value, bool) else refuse("true or false")
+    if isinstance(default, int) and isinstance(value, float): refuse("a whole number or null")
     if isinstance(default, (int, float)): return value if value is None or type(value) in (int, float) else refuse("a number or null")
     if not isinstance(default, list): return value
     if default and all(type(v) in (int, float) for v in default):
@@ -169,10 +171,10 @@ def run_command(ctx:typer.Context, notebook:Annotated[Path, typer.Argument(help=
     "Execute a parameterised notebook with papermill; parameters are written -p NAME VALUE, as often as needed."
     print(run_notebook(notebook, parse_parameters(ctx.args, notebook), output, timeout))
 
-# %% ../nbs/92_cli.ipynb #42165ef5
+# %% ../nbs/92_cli.ipynb #8f85a271
 def bench_notebook(name:str) -> Path:
     "The notebook of bench `name`; `ConfigError` lists those that exist."
-    folders = [p for p in (Path("nbs/bench"), Path(hsmoe.__file__).resolve().parents[1] / "nbs" / "bench") if p.is_dir()]
+    folders = [p for p in (Path("nbs/bench"), Path(hsmoe.__file__).resolve().parents[1] / "nbs" / "bench") if any(p.glob("*.ipynb"))]
     if not folders: raise ConfigError("benches belong to the source tree: there is no folder nbs/bench here; run hsmoe bench in a checkout of hsmoe")
     known = sorted(p.stem for p in folders[0].glob("*.ipynb"))
     if name not in known: raise ConfigError(f"there is no bench {name!r}; known are {', '.join(known)}")
@@ -186,7 +188,7 @@ def bench_command(ctx:typer.Context, name:Annotated[str, typer.Argument(help="Na
     notebook = bench_notebook(name)
     print(run_notebook(notebook, parse_parameters(ctx.args, notebook), output, timeout))
 
-# %% ../nbs/92_cli.ipynb #33874299
+# %% ../nbs/92_cli.ipynb #bb45e106
 def main():
     "Entry point of the `hsmoe` program."
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))     # so that what is half-written is removed

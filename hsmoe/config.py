@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Optional, Union
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-# %% ../nbs/00_config.ipynb #423c2267
+# %% ../nbs/00_config.ipynb #478e7d82
 class ConfigError(ValueError):
     "A configuration that cannot be run: one sentence that says what is wrong, where, and what is allowed."
 
@@ -59,7 +59,7 @@ class RouterSection(Section):
     bias_update_rate: float = Field(0.001, ge=0)  # 0 turns bias balancing off
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
-# %% ../nbs/00_config.ipynb #f3332ddc
+# %% ../nbs/00_config.ipynb #c075b554
 class QuantSection(Section):
     "Which tensors live on which block format (SPEC Q-01 to Q-04)."
     weight_format: Optional[str] = "nvfp4:8x8"
@@ -74,7 +74,7 @@ class MTPSection(Section):
     max_depth: int = Field(10, ge=1, le=10)
     alpha: float = Field(0.85, gt=0, le=1)
     entropy_lambda: float = 0.0                   # the printed +0.1 lowers each token's routing entropy, until all choose the same experts
-    trunk_gradient: float = Field(0.3, ge=0, le=1)   # share of the gradient of depths 2 and more that goes on behind the heads
+    trunk_gradient: float = Field(0.3, ge=0, le=1)   # share of the gradient of depths 2 and more that goes on behind the heads (the unembedding gets all of it)
     multiplier: float = Field(3.0, ge=1)          # mean depth the bands are calibrated to
     calibrate: bool = True
     low_bits: float = Field(30.0, gt=0)
@@ -113,7 +113,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #358f2b30
+# %% ../nbs/00_config.ipynb #262a2df2
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -155,7 +155,7 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     printed: dict[str, Any] = {}                  # the request's own figures by SPEC row, as data
 
-# %% ../nbs/00_config.ipynb #506f34b3
+# %% ../nbs/00_config.ipynb #008b08e4
 class Length(NamedTuple):
     "How long a run is: `amount` of `unit` (steps, tokens or minutes)."
     amount: float
@@ -176,7 +176,7 @@ def to_steps(value:float, total:int) -> int:
     if value == 0: return 0
     return max(1, round(value * total)) if value < 1 else int(value)
 
-# %% ../nbs/00_config.ipynb #de1a5210
+# %% ../nbs/00_config.ipynb #0007a552
 class Resolved(NamedTuple):
     "The run in steps. `restart` is None for a single cosine."
     steps: int
@@ -203,7 +203,7 @@ def resolve(cfg:Config, steps:Optional[int]=None) -> Resolved:
     return Resolved(steps, every(sch.warmup), to_steps(sch.qat_fraction, steps), sch.restart_interval,
                     every(tr.log_every), every(tr.histogram_every), every(tr.checkpoint_every), every(tr.validate_every), per_step)
 
-# %% ../nbs/00_config.ipynb #dfbe7104
+# %% ../nbs/00_config.ipynb #d0cad21b
 def _line_of(text:str, path:tuple) -> Optional[int]:
     "1-based line of key `path` in YAML `text`, or None where the key is not in it."
     node = yaml.compose(text)
@@ -241,7 +241,7 @@ def _sentence(err:ValidationError, where:str, text:Optional[str]) -> str:
     if first["type"] == "missing": return f"{at}: key {key!r} is missing"
     return f"{at}: {key} = {first['input']!r} is not allowed: {_ALLOWED.get(first['type']) or first['msg'][0].lower() + first['msg'][1:]}"
 
-# %% ../nbs/00_config.ipynb #b7f976ee
+# %% ../nbs/00_config.ipynb #bc98fd8e
 def check(cfg:Config) -> Config:
     "Raise `ConfigError` for combinations that cannot be run; return `cfg`."
     m, d, t, p = cfg.model, cfg.data, cfg.train, cfg.parallel
@@ -265,7 +265,7 @@ def check(cfg:Config) -> Config:
     parse_length(t.length)
     return cfg
 
-# %% ../nbs/00_config.ipynb #60b8b0f8
+# %% ../nbs/00_config.ipynb #3f61a2f1
 class _Yaml(yaml.SafeLoader):
     "YAML with `true`/`false` as the only booleans, and numbers such as `1e-3`."
 
@@ -278,7 +278,7 @@ def read_yaml(text:str):
     "Plain values from YAML text; `yaml.YAMLError` when it is not YAML."
     return yaml.load(text, _Yaml)
 
-# %% ../nbs/00_config.ipynb #3f79c8f4
+# %% ../nbs/00_config.ipynb #f55611d2
 def preset_names() -> list[str]:
     "Names of the presets in the package."
     return sorted(p.name[:-5] for p in resources.files("hsmoe").joinpath("presets").iterdir() if p.name.endswith(".yaml") and not p.name.startswith("_"))
@@ -351,7 +351,7 @@ def load_config(preset:str, overrides=()) -> Config:
         return from_dict(data, f"{where} with overrides {', '.join(overrides)}")
     return from_dict(data, where, text)
 
-# %% ../nbs/00_config.ipynb #826bef48
+# %% ../nbs/00_config.ipynb #42de31fe
 def to_dict(cfg:Config) -> dict:
     "Plain Python values, ready for YAML or JSON."
     return json.loads(cfg.model_dump_json())

@@ -66,7 +66,7 @@ def test_defaults_follow_the_newest_record(preset):
 @pytest.mark.parametrize("name, card", [("qat_cost_percent", "cpu"), ("shakespeare_cpu_val_loss", "cpu"), ("shakespeare_gpu_val_loss", "h200")])
 def test_records_hold_what_must_hold(name, card):
     (found,) = [r for r in newest_record(ROOT / "nbs/bench/results", "quality", card)["rows"] if r["name"] == name]
-    assert found["must"] is not None and 0 < found["value"] <= found["must"]
+    assert found["must"] is not None and found["value"] <= found["must"]
 
 
 def test_a_bench_that_cannot_run(hsmoe_cli, tmp_path, small_overrides):

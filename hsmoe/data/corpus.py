@@ -7,8 +7,8 @@ __all__ = ['VERSION', 'CorpusError', 'SourceFile', 'list_files', 'find_documents
            'sample_texts', 'Shards', 'ShardWriter', 'Split', 'Corpus', 'sha256_file', 'lock_folder', 'Progress',
            'prepare_corpus']
 
-# %% ../../nbs/51_data.corpus.ipynb #a241d193
-import fcntl, hashlib, heapq, json, os, shutil, sysconfig, time
+# %% ../../nbs/51_data.corpus.ipynb #708d6bdb
+import fcntl, hashlib, heapq, json, os, secrets, shutil, sysconfig, time
 from bisect import bisect_right
 from collections import Counter
 from contextlib import suppress
@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from .tokenizer import Tokenizer, char_tokenizer, llama3, slices, train_bpe
 from ..mtp.depths import BigramModel, DepthHistogram, depths_for, local_entropy, room_from_starts, spread_ties, token_rules
 
-# %% ../../nbs/51_data.corpus.ipynb #03200f9a
+# %% ../../nbs/51_data.corpus.ipynb #4d6a75eb
 class CorpusError(ValueError):
     "Something about the sources or a corpus folder that the user can put right; one sentence."
 
@@ -55,7 +55,7 @@ def list_files(sources):
         else: raise CorpusError(f"source {source} does not exist: give a folder, a text file, a .jsonl file, or stdlib")
     return files
 
-# %% ../../nbs/51_data.corpus.ipynb #3e866654
+# %% ../../nbs/51_data.corpus.ipynb #71179f95
 def _text(raw, what):
     "bytes → str, or a CorpusError that says where it stops being text."
     try: text = raw.decode("utf-8")
@@ -73,6 +73,7 @@ def _jsonl(file, counts):
             if not line.strip(): continue
             try: record = json.loads(_text(line, where))
             except json.JSONDecodeError as e: raise CorpusError(f"{where} is not valid JSON ({e.msg} at column {e.colno})") from None
+            except RecursionError: raise CorpusError(f"{where} is nested too deeply to be read") from None
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                 raise CorpusError(f"{where} has no string under the key \"text\"")
             try: record["text"].encode()
@@ -102,7 +103,7 @@ def find_documents(sources,              # "stdlib", a path, several of them, or
                 seen.add(digest); counts["documents"] += 1
                 yield id, text
 
-# %% ../../nbs/51_data.corpus.ipynb #a5a025a0
+# %% ../../nbs/51_data.corpus.ipynb #e9408598
 def stable_hash(text: str, use: str = "split"):
     "A number in [0, 1) that depends on `text` and `use` only."
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6, person=use.encode()).digest(), "big") / 2**48
@@ -126,7 +127,7 @@ def sample_texts(documents,         # iterator of (id, text)
             while held - len(heap[0][1]) >= size: held -= len(heapq.heappop(heap)[1])
     return [part for _, part in sorted(heap, reverse=True)]
 
-# %% ../../nbs/51_data.corpus.ipynb #b28e4162
+# %% ../../nbs/51_data.corpus.ipynb #f6332918
 class Shards:
     "A 1-D array over several files, memory-mapped; `read(begin, end)` is a view inside one file and a copy across two."
     def __init__(self, paths, lengths, dtype):
@@ -171,7 +172,7 @@ class ShardWriter:
         self._finish()
         return Shards([self.folder / n for n in self.names], self.lengths, self.dtype)
 
-# %% ../../nbs/51_data.corpus.ipynb #fded474c
+# %% ../../nbs/51_data.corpus.ipynb #cf5d17a1
 VERSION = 2
 
 class Split(NamedTuple):
@@ -199,6 +200,7 @@ class Corpus:
         try:
             manifest = json.loads(path.read_text("utf-8"))
             version, files, own = manifest["version"], manifest["files"], manifest.pop("sha256", None)
+        except OSError as e: raise CorpusError(f"{path} cannot be read: {e.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as e: raise CorpusError(f"{path} is not a corpus manifest ({e!r}): remove the folder and prepare the corpus again") from None
         if version != VERSION: raise CorpusError(f"{path} has version {version}, and this hsmoe reads version {VERSION}: remove the folder and prepare the corpus again")
         if own != _sha256(manifest): raise CorpusError(f"{path} is damaged, its checksum of itself differs: remove the folder and prepare the corpus again")
@@ -241,7 +243,7 @@ def sha256_file(path) -> str:
         while block := f.read(1 << 20): sha.update(block)
     return sha.hexdigest()
 
-# %% ../../nbs/51_data.corpus.ipynb #236a26ab
+# %% ../../nbs/51_data.corpus.ipynb #5000519f
 def lock_folder(folder):
     "Descriptor that holds a lock on `folder` until it is closed or its process ends; `BlockingIOError` where another process holds it, another `OSError` where the file system has no locks."
     fd = os.open(folder, os.O_RDONLY)
@@ -257,8 +259,7 @@ def _remove_abandoned(out):
             shutil.rmtree(folder, ignore_errors=True); os.close(fd)
 
 def _own_folder(folder):
-    "Make `folder`, empty and locked; the lock's descriptor, or None where the file system has no locks."
-    shutil.rmtree(folder, ignore_errors=True)
+    "Make `folder`, whose name nobody else has, and lock it; the lock's descriptor, or None where the file system has no locks."
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try: fd = lock_folder(folder)
@@ -267,7 +268,7 @@ def _own_folder(folder):
         if folder.is_dir(): return fd
         os.close(fd)
 
-# %% ../../nbs/51_data.corpus.ipynb #94cedc5f
+# %% ../../nbs/51_data.corpus.ipynb #c45ede43
 _CHUNK = 1 << 21      # tokens handled at once after encoding
 
 class Progress:
@@ -320,7 +321,7 @@ def make_tokenizer(self: _Preparation, kind):
     n, asked, say = self.tokenizer.vocab_size, self.request["vocab_size"], self.progress.say
     if say and kind == "bpe" and n < asked: say(f"vocabulary: {n} of {asked} ids, since the text has no more pairs to join; the model leaves the others unused")
 
-# %% ../../nbs/51_data.corpus.ipynb #9dc8f63c
+# %% ../../nbs/51_data.corpus.ipynb #b59fd22c
 @patch
 def encode(self: _Preparation):
     tok, most, self.counts = self.tokenizer, self.request["shard_tokens"], Counter()
@@ -355,7 +356,7 @@ def check_lengths(self: _Preparation, seq_len):
             raise CorpusError(f"the {name} split has {s['tokens']} tokens, fewer than one sequence of {seq_len} and its next token: "
                               "give more text or a shorter sequence")
 
-# %% ../../nbs/51_data.corpus.ipynb #716abb87
+# %% ../../nbs/51_data.corpus.ipynb #33c867d2
 def _chunks(n): return ((b, min(b + _CHUNK, n)) for b in range(0, n, _CHUNK))
 
 @patch
@@ -405,7 +406,7 @@ def write_manifest(self: _Preparation):
                 "depth": self.depth, "splits": self.splits, "files": dict(sorted(self.files.items()))}
     (self.folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _sha256(manifest)}, indent=1), encoding="utf-8")
 
-# %% ../../nbs/51_data.corpus.ipynb #c35c9b1a
+# %% ../../nbs/51_data.corpus.ipynb #51a5227a
 def prepare_corpus(sources,                   # "stdlib", a path, or a list of them
                    out,                       # folder to make; must not exist
                    *, tokenizer="bpe",        # "bpe", "char", "llama3", or a `Tokenizer`
@@ -430,7 +431,7 @@ def prepare_corpus(sources,                   # "stdlib", a path, or a list of t
     if shard_tokens < 1 or sample_chars < 1: raise CorpusError(f"shard_tokens {shard_tokens} and sample_chars {sample_chars} must be positive")
     if not sources: raise CorpusError("no source was given: a folder, a text file, a .jsonl file, or stdlib")
     if out.exists(): raise CorpusError(f"{out} exists already: remove it or choose another folder")
-    part, lock = out.with_name(f".{out.name}.{os.getpid()}.partial"), None
+    part, lock = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"), None
     new = [p for p in part.parents if not p.exists()]      # parent folders that we make, nearest first
     try:
         p = _Preparation(part, list_files(sources), request, Progress(progress))

@@ -6,13 +6,12 @@
 __all__ = ['Layer', 'HybridSparseMoEModel', 'set_compute_dtype', 'check_formats', 'quant_policy', 'build_model', 'component_of',
            'count_parameters', 'generate']
 
-# %% ../../nbs/42_model.hybrid.ipynb #d088ed3c
+# %% ../../nbs/42_model.hybrid.ipynb #46d2c519
 import math
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import nn
-import torch.nn.functional as F
 
 from ..config import Config, ConfigError
 from .attention import Attention, KVCache, RMSNorm
@@ -21,7 +20,7 @@ from ..mtp.loss import DepthHeads, LogitsHandle
 from ..quant.fake import QuantPolicy, make_policy, quantize_model
 from ..quant.formats import BlockFormat
 
-# %% ../../nbs/42_model.hybrid.ipynb #6e863f9e
+# %% ../../nbs/42_model.hybrid.ipynb #5dd58956
 class Layer(nn.Module):
     "Attention, then routed + shared + dense feed-forward, each behind a norm and a residual (SPEC M-05, M-06)."
     def __init__(self, attn:Attention, moe:MoE, dense:DenseGated, d_model:int, eps:float=1e-6, moe_out_norm:bool=True, dropout:float=0.0):
@@ -38,7 +37,7 @@ class Layer(nn.Module):
         y_BSD, routing = self.moe(u_BSD, mask_BS)
         return x_BSD + self.dropout(self.moe_out_norm(y_BSD + self.dense(u_BSD))), routing
 
-# %% ../../nbs/42_model.hybrid.ipynb #c2b5a2cb
+# %% ../../nbs/42_model.hybrid.ipynb #1382301c
 class HybridSparseMoEModel(nn.Module):
     "Decoder-only hybrid sparse-MoE language model (SPEC M-01); keyword names as printed, the rest as in preset `5b`."
     def __init__(self, num_layers=24, hidden_dim=1536, num_attention_heads=8, num_routed_experts=64, num_shared_experts=8, expert_router_k=4,
@@ -92,7 +91,7 @@ class HybridSparseMoEModel(nn.Module):
         "Between steps: move each router's balancing bias by the loads of the whole step (one `load_E` a layer; SPEC S-01)."
         for layer, load_E in zip(self.layers, routing_loads): layer.moe.end_step(load_E)
 
-# %% ../../nbs/42_model.hybrid.ipynb #67382572
+# %% ../../nbs/42_model.hybrid.ipynb #56f3af2f
 _FP32 = ("embed.", "router.", "norm")     # parts of names that keep fp32 parameters
 
 def set_compute_dtype(model:HybridSparseMoEModel, dtype:torch.dtype) -> HybridSparseMoEModel:
@@ -106,7 +105,7 @@ def set_compute_dtype(model:HybridSparseMoEModel, dtype:torch.dtype) -> HybridSp
             p.data = p.data.to(dtype)
     return model
 
-# %% ../../nbs/42_model.hybrid.ipynb #1bdf3d36
+# %% ../../nbs/42_model.hybrid.ipynb #de7feaed
 def check_formats(cfg:Config) -> None:
     "`ConfigError` when a format is unknown or misplaced, or a weight format is not exact in the compute dtype (DESIGN decision 1)."
     try: policy = quant_policy(cfg)
@@ -134,7 +133,7 @@ def build_model(cfg:Config) -> HybridSparseMoEModel:
     try: return quantize_model(model, policy=quant_policy(cfg))
     except ValueError as e: raise ConfigError(f"preset {cfg.name!r}, section quant: {e}") from None
 
-# %% ../../nbs/42_model.hybrid.ipynb #48b2dd95
+# %% ../../nbs/42_model.hybrid.ipynb #f00ad1a2
 _COMPONENTS = (("moe.routed", "routed"), ("moe.shared", "shared"), ("moe.router", "router"), ("norm", "norms"), ("attn.", "attention"), ("dense.", "dense"), ("embed.", "embedding"), ("depth_heads", "depth_heads"))
 
 def component_of(name:str) -> str:
@@ -151,7 +150,7 @@ def count_parameters(model:HybridSparseMoEModel) -> dict:
     with_head = total - parts["routed"] - parts["shared"] + active_experts
     return {**parts, "total": total, "active_experts": active_experts, "active": with_head - parts["embedding"], "active_with_head": with_head}
 
-# %% ../../nbs/42_model.hybrid.ipynb #fd5a9549
+# %% ../../nbs/42_model.hybrid.ipynb #9ac4c622
 def _pick(logits_BV:torch.Tensor, temperature:float, top_k:Optional[int], generator) -> torch.Tensor:
     "Next token for each row: the largest logit at temperature 0, otherwise a sample."
     if temperature == 0: return logits_BV.argmax(-1)

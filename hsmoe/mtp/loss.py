@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-# %% ../../nbs/41_mtp.loss.ipynb #cc3bee05
+# %% ../../nbs/41_mtp.loss.ipynb #eac63276
 class DepthHeads(nn.Module):
     """Residual heads of depths 2…`max_depth`: `x_MD` → `x_MD + x_MD @ W_k.T`; depth 1 is the identity.
 
@@ -31,7 +31,7 @@ class DepthHeads(nn.Module):
         if not 1 <= k <= self.max_depth: raise ValueError(f"DepthHeads: depth {k} has no head, 1…{self.max_depth} are allowed")
         return x_MD if k == 1 else torch.addmm(x_MD, x_MD, self.weight[k - 2].to(x_MD.dtype).t())
 
-# %% ../../nbs/41_mtp.loss.ipynb #cc9e9b20
+# %% ../../nbs/41_mtp.loss.ipynb #71260224
 def adamtp_loss_reference(hidden_BSD, unembed_VD, heads_w, tokens_BL, depth_BS, *, alpha=0.85, normalizer=None, trunk_gradient=1.0):
     """AdaMTP loss by loops over batch, position and depth; defines `adamtp_loss`.
 
@@ -54,7 +54,7 @@ def adamtp_loss_reference(hidden_BSD, unembed_VD, heads_w, tokens_BL, depth_BS, 
                 total = total - alpha**k * logp_V[tokens_BL[b, t + k]]
     return total / (max(count, 1) if normalizer is None else normalizer)
 
-# %% ../../nbs/41_mtp.loss.ipynb #1d8fdf6d
+# %% ../../nbs/41_mtp.loss.ipynb #54e57f52
 class LiveRows(NamedTuple):
     "The questions of a batch, depth by depth; rows of depth k are the first `counts[k-1]` positions of `order_T`."
     order_T: torch.Tensor   # flat positions, deepest first
@@ -86,7 +86,7 @@ def live_rows(tokens_BL, depth_BS) -> LiveRows:
     labels = [flat[at_T[:n] + k] for k, n in enumerate(counts, 1)]
     return LiveRows(order_T, counts, torch.cat(labels) if labels else flat[:0])
 
-# %% ../../nbs/41_mtp.loss.ipynb #be20a0dc
+# %% ../../nbs/41_mtp.loss.ipynb #da76a71a
 _MM_TO_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # torch ≥ 2.8, CUDA: a bf16 product that keeps its fp32 sums
 
 
@@ -127,7 +127,7 @@ def _pieces(counts, chunk):
                 piece, r = [], 0
     if piece: yield piece
 
-# %% ../../nbs/41_mtp.loss.ipynb #1210bfbb
+# %% ../../nbs/41_mtp.loss.ipynb #cda9e3cb
 def _loss_and_grads(hidden_TD, unembed_VD, heads_w, rows, weight_M, chunk, need, trunk=1.0):
     "nll of every live row and the gradients asked for by `need` (hidden, unembed, heads) of Σ weight·nll, accumulated in fp32 or wider."
     dtype, wide = hidden_TD.dtype, torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -182,7 +182,7 @@ class _LiveRowsLoss(torch.autograd.Function):
     def backward(ctx, up, _):
         return *[g if g is None else g * up.to(g.dtype) for g in ctx.saved_tensors], None, None, None, None, None
 
-# %% ../../nbs/41_mtp.loss.ipynb #a4ec0c2e
+# %% ../../nbs/41_mtp.loss.ipynb #b2134ff6
 class DepthNLL(NamedTuple):
     "Unweighted nats and rows by depth; `nll_K[0] / rows_K[0]` is the next-token loss of the batch."
     nll_K: torch.Tensor  # detached, summed over the rows of each depth
@@ -224,7 +224,7 @@ def adamtp_loss(hidden_BSD, unembed_VD, heads_w, tokens_BL, depth_BS, *, alpha=0
     nll_K = torch.stack([n.sum() for n in nll_M.split(rows.counts)]) if M else nll_M
     return loss, DepthNLL(nll_K, rows.counts)
 
-# %% ../../nbs/41_mtp.loss.ipynb #cd173db7
+# %% ../../nbs/41_mtp.loss.ipynb #e14f7fd1
 @torch.no_grad()
 def next_token_nll(hidden_BSD, unembed_VD, tokens_BL, valid_BS, chunk=2048):
     """(Σ −log P(x_{t+1}) in nats as a float64 scalar, number of tokens) over positions with `valid_BS` (bool, or depths) and a next token. No gradient. Source: A-02."""
@@ -234,7 +234,7 @@ def next_token_nll(hidden_BSD, unembed_VD, tokens_BL, valid_BS, chunk=2048):
     nll_M, _ = _loss_and_grads(hidden_BSD.flatten(0, 1), unembed_VD, no_heads, rows, None, chunk, (False, False, False))
     return nll_M.double().sum(), len(nll_M)
 
-# %% ../../nbs/41_mtp.loss.ipynb #5fc08cb3
+# %% ../../nbs/41_mtp.loss.ipynb #b69903fe
 def adamtp_loss_printed(logits, labels, entropy_segments, decay_alpha=0.85, lambda_entropy=0.1, router_outputs=None):
     """The specification's printed loss made runnable. It leaks: logits at t+k have seen label t+k. For comparison only; train with `adamtp_loss`.
 
@@ -252,7 +252,7 @@ def adamtp_loss_printed(logits, labels, entropy_segments, decay_alpha=0.85, lamb
     entropy_penalty = -torch.mean(torch.sum(router_probs * torch.log(router_probs + 1e-8), dim=-1))
     return total_loss + lambda_entropy * entropy_penalty
 
-# %% ../../nbs/41_mtp.loss.ipynb #f948719c
+# %% ../../nbs/41_mtp.loss.ipynb #159b6eee
 class LogitsHandle:
     """Logits that exist when indexed: `.shape` is (B, S, V); `handle[:, -1]` or `handle[b, t, :10]` makes that part in fp32, differentiable.
 
@@ -285,7 +285,7 @@ class LogitsHandle:
         u = self.unembed[last].to(h.dtype).to(wide)
         return h.to(wide) @ (u if u.dim() == 1 else u.t())
 
-# %% ../../nbs/41_mtp.loss.ipynb #a3bb087e
+# %% ../../nbs/41_mtp.loss.ipynb #41df0fbf
 def mean_router_entropy(routing):
     "Mean over layers of Σ entropy / tokens, in nats (0 without routed layers); records have `entropy_sum` and `n_tokens`."
     per_layer = [r.entropy_sum / max(int(r.n_tokens), 1) for r in routing]

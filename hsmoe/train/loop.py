@@ -30,7 +30,7 @@ from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, lo
 from .telemetry import MetricsLog, Progress, capture_env, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
-# %% ../../nbs/73_train.loop.ipynb #b9386845
+# %% ../../nbs/73_train.loop.ipynb #7ed733d4
 class TrainingError(RuntimeError):
     "A run that cannot start or go on: one sentence with the reason and what to do."
 
@@ -50,7 +50,7 @@ def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> MasterOptimizer:
     if o.states == "bnb": return AdamW8bit(groups, **kw, backend="bnb", block_size=o.block_size)
     return AdamW8bit(groups, **kw, quant_map=o.states, block_size=o.block_size)
 
-# %% ../../nbs/73_train.loop.ipynb #e0aac491
+# %% ../../nbs/73_train.loop.ipynb #30b2a2b2
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -92,7 +92,7 @@ class TrainState:
         for k in self.COUNTERS: setattr(self, k, state[k])
         set_rng_state(state["rng"])
 
-# %% ../../nbs/73_train.loop.ipynb #83fc0f8c
+# %% ../../nbs/73_train.loop.ipynb #bee50600
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -139,7 +139,7 @@ def train_step(state:TrainState) -> StepResult:
     state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + n_positions, state.pairs + pairs
     return StepResult(loss_sum, next_nats / max(1, n_positions), entropy_sum, norm, lr, n_positions, pairs, loads, histogram)
 
-# %% ../../nbs/73_train.loop.ipynb #25e29ef8
+# %% ../../nbs/73_train.loop.ipynb #c395ad4a
 def _seconds_per_step(state:TrainState, seconds:float) -> float:
     "Mean over the steps that fit into `seconds`, three at least, after one that is not counted."
     train_step(state)
@@ -172,7 +172,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #5b6ce188
+# %% ../../nbs/73_train.loop.ipynb #02ae0965
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -309,7 +309,7 @@ class Run:
         if self.lock is not None: os.close(self.lock)
         self.lock = None
 
-# %% ../../nbs/73_train.loop.ipynb #c5ca7fdf
+# %% ../../nbs/73_train.loop.ipynb #2a69df5c
 @patch
 def validate(self:Run, max_tokens:int):
     "Score the model on the validation split."
@@ -328,8 +328,9 @@ def _prune(self:Run) -> None:
 
 @patch
 def _best(self:Run) -> tuple[float, int]:
-    "Lowest validation loss after a step, and the step; infinite before the first."
-    return min(((v, n) for n, v in zip(*series(read_metrics(self.dir), "val_loss")) if n > 0 and isinstance(v, float)), default=(math.inf, 0))
+    "Lowest validation loss after a step, and the step; infinite before the first. With `keep_best` among the steps whose checkpoint is there."
+    there = checkpoint_steps(self.checkpoints) if self.cfg.train.keep_best else None
+    return min(((v, n) for n, v in zip(*series(read_metrics(self.dir), "val_loss")) if n > 0 and isinstance(v, float) and (there is None or n in there)), default=(math.inf, 0))
 
 @patch
 def tagged(self:Run) -> list:
@@ -347,7 +348,7 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     return dict(loads=[l.tolist() for l in result.loads], depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #2e5e2606
+# %% ../../nbs/73_train.loop.ipynb #30fd2581
 class _Stop:
     "Turns SIGINT and SIGTERM into a flag that is read between steps; with `at_once`, and at a second signal, into a KeyboardInterrupt."
     def __init__(self): self.signal, self.at_once = None, False
@@ -421,7 +422,7 @@ def _validation(self:Run) -> None:
         self.best = v.loss, self.state.step
         if self.cfg.train.keep_best: self.save()
 
-# %% ../../nbs/73_train.loop.ipynb #7da57112
+# %% ../../nbs/73_train.loop.ipynb #60c0fa24
 @patch
 def finish(self:Run) -> dict:
     "Final validation and `report.json` (DESIGN decision 10). `val_loss` scores the final weights on `final_val_tokens`; `best_val_loss` is the lowest of the validations on `val_tokens` along the way."
@@ -439,7 +440,7 @@ def finish(self:Run) -> dict:
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #356c9dcc
+# %% ../../nbs/73_train.loop.ipynb #b433dead
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp

@@ -17,12 +17,12 @@ from tqdm import tqdm
 import hsmoe
 from .checkpoint import write_whole
 
-# %% ../../nbs/71_train.telemetry.ipynb #a299c7a9
+# %% ../../nbs/71_train.telemetry.ipynb #02a25e0d
 def seed_everything(seed:int) -> None:
     "Seed Python, NumPy and torch (SPEC T-04)."
     random.seed(seed); np.random.seed(seed % 2**32); torch.manual_seed(seed)
 
-# %% ../../nbs/71_train.telemetry.ipynb #2c48f725
+# %% ../../nbs/71_train.telemetry.ipynb #c2bcf7db
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "NVSHMEM_", "MEGATRON_", "HSMOE_", "TRITON_", "SLURM_")
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT", "SOURCE")      # ends of names that may hold a credential
 _PACKAGES = ("torch", "numpy", "megatron-core", "torchao", "triton", "bitsandbytes", "tokenizers", "transformers", "pydantic", "papermill")
@@ -66,7 +66,7 @@ def peak_memory_bytes(device=torch.device("cpu")) -> int:
     scale = 1 if sys.platform == "darwin" else 1024      # Linux reports KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
-# %% ../../nbs/71_train.telemetry.ipynb #b7388b89
+# %% ../../nbs/71_train.telemetry.ipynb #5e44464b
 class MetricsLog:
     "Appends records to `metrics.jsonl` and passes their numbers on to TensorBoard and Weights & Biases (SPEC T-06)."
     def __init__(self, run_dir, *, tensorboard:bool=True, wandb:str="offline", config=None, resume_step=None):
@@ -148,26 +148,27 @@ def series(records:list[dict], name:str) -> tuple[list, list]:
     hits = [(r["step"], r[name]) for r in records if name in r]
     return [s for s, _ in hits], [v for _, v in hits]
 
-# %% ../../nbs/71_train.telemetry.ipynb #6a1b06b3
+# %% ../../nbs/71_train.telemetry.ipynb #932f6e12
 class Progress:
     "A bar on a terminal, plain lines elsewhere."
     def __init__(self, total:int, start:int=0, every_seconds:float=10.0, stream=None):
         stream = stream or sys.stderr
         self.bar = tqdm(total=total, initial=start, unit="step", file=stream, dynamic_ncols=True) if stream.isatty() else None
-        self.total, self.every, self.last = total, every_seconds, -math.inf
+        self.total, self.every, self.last, self.last_step = total, every_seconds, -math.inf, -math.inf
 
     def update(self, step:int, now:float, text:str) -> None:
         "Show `step` (1-based) and `text`; `now` is a clock in seconds."
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False); self.bar.update(step - self.bar.n)
-        elif now - self.last >= self.every or step == self.total:
-            print(f"step {step}/{self.total}  {text}", flush=True); self.last = now
+        elif now - self.last >= self.every and step - self.last_step >= self.total / 100 or step == self.total:
+            print(f"step {step}/{self.total}  {text}", flush=True)
+            self.last, self.last_step = now, step
 
     def close(self) -> None:
         "Finish the bar's line."
         if self.bar is not None: self.bar.close()
 
-# %% ../../nbs/71_train.telemetry.ipynb #798b3e6f
+# %% ../../nbs/71_train.telemetry.ipynb #625b7721
 def load_summary(loads) -> dict:
     "`expert_load_max_over_mean` (worst layer) and `dead_experts` (without a token, all layers), from one `load_E` a layer."
     loads = [torch.as_tensor(l, dtype=torch.float64) for l in loads]
