@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ..quant.fake import QuantSite, fake_quant
 from ..quant.formats import BlockFormat
 
-# %% ../../nbs/30_model.attention.ipynb #924a3a52
+# %% ../../nbs/30_model.attention.ipynb #c7d9c3b0
 def _acc(dtype):
     "The dtype sums are carried in: fp32, or fp64 for fp64 inputs (tests)."
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
     def forward(self, x): return _RMSNorm.apply(x, self.weight, self.eps)
     def extra_repr(self): return f"{self.weight.numel()}, eps={self.eps}"
 
-# %% ../../nbs/30_model.attention.ipynb #10cd305f
+# %% ../../nbs/30_model.attention.ipynb #67849d16
 def rope_table(
     n:int,             # positions 0 ... n-1
     head_dim:int,      # head width K, even
@@ -104,7 +104,7 @@ def apply_rope(
     "Turn every pair (i, i + K/2) by its position's angle; fp32 inside, result in x's dtype. Source: SPEC M-03."
     return _Rope.apply(x_BHSK, cos, sin)
 
-# %% ../../nbs/30_model.attention.ipynb #0e8c21d4
+# %% ../../nbs/30_model.attention.ipynb #04a37f5c
 _LOG2E = 1 / math.log(2)
 SOFTMAX_MODES = ("online", "normalised")
 
@@ -154,11 +154,11 @@ def quantized_attention_reference(
     if dropout: w = w * _keep(w, dropout)
     return (w @ v / z).to(q_BHSK.dtype)
 
-# %% ../../nbs/30_model.attention.ipynb #137cdefa
-_STRIP = 64   # query rows handled at a time: 32 and 256 were slower on a CPU; results do not depend on it
+# %% ../../nbs/30_model.attention.ipynb #bef4c08f
+_STRIP = 64   # query rows handled at a time: 32 and 256 were slower on a CPU; without dropout results do not depend on it
 
 def _strip(q3, keys):
-    "Rows of a strip: 64 on a CPU; on a GPU as many as make 64 Mi scores, since there each launch costs time."
+    "Rows of a strip: 64 on a CPU; on a GPU as many as make 64 Mi scores (64 at least), since there each launch costs time."
     return _STRIP if q3.device.type == "cpu" else min(q3.shape[1], max(_STRIP, 2**26 // max(1, len(q3) * keys)))
 
 def _strips(n_queries, offset, rows):
@@ -215,7 +215,7 @@ class _QuantizedAttention(torch.autograd.Function):
         (qs, ks), dt = ctx.like, ctx.dtype
         return dq.view(qs).to(dt), dk.view(ks).to(dt), dv.view(ks).to(dt), None, None, None, None
 
-# %% ../../nbs/30_model.attention.ipynb #d6f0df4d
+# %% ../../nbs/30_model.attention.ipynb #f93ac3d1
 def quantized_attention(
     q_BHSK,             # queries at positions offset ... offset+S-1
     k_BHSK,             # keys at positions 0 ... offset+S-1
@@ -237,7 +237,7 @@ def quantized_attention(
     visible = torch.ones(n, seen, dtype=torch.bool, device=q_BHSK.device).tril_(offset)
     return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, attn_mask=visible, dropout_p=dropout)
 
-# %% ../../nbs/30_model.attention.ipynb #856cc7dd
+# %% ../../nbs/30_model.attention.ipynb #73146331
 class KVCache:
     """Keys and values of one layer, `[B, H, max_len, K]`, allocated at the first `append` with its dtype and device.
 
@@ -260,7 +260,7 @@ class KVCache:
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
-# %% ../../nbs/30_model.attention.ipynb #62c8860c
+# %% ../../nbs/30_model.attention.ipynb #07d0908f
 class Attention(nn.Module):
     """Causal multi-head attention without biases, with named quantiser sites.
 
