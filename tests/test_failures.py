@@ -25,7 +25,8 @@ TRAIN = ROOT / "nbs/runs/train.ipynb"
 def start(folder, *args, env=()):
     "The command line as a process of its own, its output a pipe."
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONUNBUFFERED": "1", **dict(env)}
-    return subprocess.Popen([sys.executable, "-m", "hsmoe.cli", *map(str, args)], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, "-m", "hsmoe.cli", *map(str, args)], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))        # a test run in the background may have it ignored
 
 
 def read_until(process, word):
@@ -487,6 +488,7 @@ def test_stopped_in_the_time_trial(tmp_path, small_corpus, small_overrides):
 
 
 def test_signals_in_a_step_and_in_the_final_validation(tmp_path, monkeypatch, small_corpus, small_overrides):
+    before = signal.getsignal(signal.SIGINT)
     train = lambda: run_training("tiny", small_overrides + ["train.length=7 steps"], run_dir=tmp_path / "run", corpus_dir=small_corpus)
     resume = lambda: run_training(run_dir=tmp_path / "run", resume=True)
     def signalled(f, times, at=lambda: True):
@@ -507,7 +509,7 @@ def test_signals_in_a_step_and_in_the_final_validation(tmp_path, monkeypatch, sm
         refused(TrainingError, resume, "after step 7 of 7", "from step-7")
     resume()
     assert json.loads((tmp_path / "run/report.json").read_text())["steps"] == 7 and [r["step"] for r in read_metrics(tmp_path / "run") if "loss" in r] == list(range(1, 8))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ---- no network
