@@ -1,5 +1,5 @@
 """The order of the notebooks is the order of the modules: each imports only from lower numbers (DESIGN)."""
-import ast
+import ast, json
 from pathlib import Path
 
 from conftest import ROOT
@@ -35,3 +35,13 @@ def test_modules_import_from_lower_notebooks_only():
 def test_every_module_comes_from_a_notebook():
     made = {p.relative_to(ROOT / "hsmoe").with_suffix("").as_posix().replace("/", ".") for p in (ROOT / "hsmoe").rglob("*.py")}
     assert {m for m in made if not m.endswith("__init__") and m != "_modidx"} == set(modules())
+
+
+def test_the_first_cell_holds_the_title_alone():
+    "The site takes title, subtitle and `- key: value` lines from the first cell and drops whatever else is in it."
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        if ".ipynb_checkpoints" in path.parts: continue
+        first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
+        lines = [line for line in "".join(first["source"]).splitlines() if line.strip()]
+        assert first["cell_type"] == "markdown" and lines[0].startswith("# ") and lines[1].startswith("> "), path
+        assert all(line.startswith("- ") for line in lines[2:]), f"{path}: {lines[2]!r} would not be on the site"
