@@ -6,7 +6,7 @@
 __all__ = ['FLOOR', 'Asked', 'ask', 'taken_by', 'read_trials', 'run_trials', 'once', 'Difference', 'difference', 'choose',
            'PlainBlock', 'PlainDecoder', 'train_plain', 'card_name', 'row', 'write_record', 'newest_record']
 
-# %% ../nbs/85_bench.ipynb #91927963
+# %% ../nbs/85_bench.ipynb #f22d6383
 import datetime, fcntl, json, math, os, shutil, subprocess, sys, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -23,7 +23,7 @@ from .data.corpus import Corpus
 from .data.loader import Loader, in_order
 from .train.checkpoint import write_whole
 from .train.loop import TrainingError, datasets, ensure_corpus, pick_device
-from .train.telemetry import capture_env, read_metrics, seed_everything, series, source_hash
+from .train.telemetry import capture_env, late_loads, read_metrics, seed_everything, series, source_hash
 from .train.validation import windows_for
 
 # %% ../nbs/85_bench.ipynb #c42afd24
@@ -48,17 +48,16 @@ def taken_by(preset:str, answers:dict) -> Optional[str]:
     as_it_is = config_hash(load_config(preset))
     return next((a for a, overrides in answers.items() if config_hash(load_config(preset, overrides)) == as_it_is), None)
 
-# %% ../nbs/85_bench.ipynb #333af00e
+# %% ../nbs/85_bench.ipynb #51fd6fb8
 def _kept(folder:Path, cfg:Config) -> dict:
     "What stays of a finished run whose folder may go."
-    metrics, steps = read_metrics(folder), resolve(cfg).steps
+    metrics = read_metrics(folder)
     (at, curve), whole, seconds = series(metrics, "next_token"), series(metrics, "loss")[1], series(metrics, "seconds_per_step")[1]
     pieces = np.array_split(np.arange(len(at)), min(50, len(at)))
-    loads = np.array([r["loads"] for r in metrics if "loads" in r and r["step"] > 0.8 * steps], dtype=float).sum(0)
     env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     return dict(config=to_dict(cfg), report=json.loads((folder / "report.json").read_text(encoding="utf-8")), step=[at[p[-1]] for p in pieces],
                 curve=[float(np.mean([curve[i] for i in p])) for p in pieces], loss=[float(np.mean([whole[i] for i in p])) for p in pieces], seconds_per_step=float(np.median(seconds)), val=list(zip(*series(metrics, "val_loss"))),
-                loads=loads.tolist(), env={k: env[k] for k in ("python", "platform", "packages", "commit", "source_sha256", "cpus", "gpus")})
+                loads=late_loads(metrics, resolve(cfg).steps).tolist(), env={k: env[k] for k in ("python", "platform", "packages", "commit", "source_sha256", "cpus", "gpus")})
 
 class _Children:
     "Processes that end together: after `stop` none is left, and none can be started."
@@ -120,7 +119,8 @@ def run_trials(configs:dict, path, workers:int=1, note=print) -> dict:
     The first trial that fails, or a signal, ends the others; finished ones are kept. A trial is known by its configuration: `note` says where found ones were made by other code."""
     trials = _TrialFile(path)
     missing = {name: cfg for name, cfg in configs.items() if name not in trials.done}
-    older = sum(trials.done[name]["env"]["source_sha256"] != source_hash() for name in configs if name in trials.done)
+    source = source_hash()
+    older = sum(trials.done[name]["env"]["source_sha256"] != source for name in configs if name in trials.done)
     if older: note(f"{older} of the trials found in {path} were made by other code than this; remove the file to run them again")
     if missing: note(f"{len(missing)} trials to run, {len(configs) - len(missing)} found in {path}")
     corpora, children = {name: ensure_corpus(cfg, progress=None) for name, cfg in missing.items()}, _Children()

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
 from hsmoe.cli import USER_ERRORS
 from hsmoe.config import ConfigError, apply_overrides, load_config, resolve
 from hsmoe.data.corpus import Corpus
-from hsmoe.model.hybrid import HybridSparseMoEModel, check_formats, set_compute_dtype
+from hsmoe.model.hybrid import HybridSparseMoEModel, check_formats, model_options, set_compute_dtype
 from hsmoe.mtp.loss import compute_adamtp_loss
 from hsmoe.optim.adamw8bit import AdamW8bit, clip_grad_norm_
 from hsmoe.optim.schedule import CosineAnnealingWithWarmupAndRestart
@@ -89,15 +89,6 @@ def given(cfg, **printed):
         values = getattr(cfg, section)
         return printed[keyword] if section == "quant" and key not in values.model_fields_set else getattr(values, key)
     return {keyword: value(keyword) for keyword in printed}
-
-
-def model_options(cfg):
-    "Keyword arguments of `HybridSparseMoEModel` beside the printed ones."
-    m, i, r = cfg.model, cfg.init, cfg.router
-    return dict(head_dim=m.head_dim, expert_inner=m.expert_inner, dense_inner=m.dense_inner, norm_eps=m.norm_eps, moe_out_norm=m.moe_out_norm, rope=m.position == "rope",
-                rope_theta=m.rope_theta, qk_norm=m.qk_norm, softmax=cfg.quant.softmax, max_depth=cfg.mtp.max_depth, straight_through=r.straight_through,
-                router_temperature=r.temperature, router_std=None if isinstance(i.router_std, str) else i.router_std, router_bias=i.router_bias,
-                bias_update_rate=r.bias_update_rate, embed_std=i.embed_std, expert_std=i.expert_std)
 
 
 def optimizer_options(cfg):

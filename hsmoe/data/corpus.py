@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VERSION', 'CorpusError', 'SourceFile', 'list_files', 'find_documents', 'stable_hash', 'split_documents',
-           'sample_texts', 'Shards', 'ShardWriter', 'Split', 'Corpus', 'sha256_file', 'lock_folder', 'Progress',
-           'prepare_corpus']
+           'sample_texts', 'Shards', 'ShardWriter', 'Split', 'Corpus', 'sha256_json', 'sha256_file', 'lock_folder',
+           'Progress', 'prepare_corpus']
 
 # %% ../../nbs/51_data.corpus.ipynb #708d6bdb
 import fcntl, hashlib, heapq, json, os, secrets, shutil, sysconfig, time
@@ -172,7 +172,7 @@ class ShardWriter:
         self._finish()
         return Shards([self.folder / n for n in self.names], self.lengths, self.dtype)
 
-# %% ../../nbs/51_data.corpus.ipynb #cf5d17a1
+# %% ../../nbs/51_data.corpus.ipynb #070a7421
 VERSION = 2
 
 class Split(NamedTuple):
@@ -203,7 +203,7 @@ class Corpus:
         except OSError as e: raise CorpusError(f"{path} cannot be read: {e.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as e: raise CorpusError(f"{path} is not a corpus manifest ({e!r}): remove the folder and prepare the corpus again") from None
         if version != VERSION: raise CorpusError(f"{path} has version {version}, and this hsmoe reads version {VERSION}: remove the folder and prepare the corpus again")
-        if own != _sha256(manifest): raise CorpusError(f"{path} is damaged, its checksum of itself differs: remove the folder and prepare the corpus again")
+        if own != sha256_json(manifest): raise CorpusError(f"{path} is damaged, its checksum of itself differs: remove the folder and prepare the corpus again")
         others = tuple(f"{s}{c}" for s in manifest["splits"] if isinstance(verify, str) and s != verify for c in "-.")
         for name, want in files.items():
             file = Path(folder, name)
@@ -232,9 +232,9 @@ class Corpus:
         try: return BigramModel.load(self.folder / "bigram.npz")
         except ValueError as e: raise CorpusError(f"{e}: remove the folder and prepare the corpus again") from None
 
-def _sha256(manifest: dict) -> str:
-    "Checksum of what a manifest says; the same for what was written and what was read back."
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+def sha256_json(description: dict) -> str:
+    "Hex SHA-256 of what a mapping says as JSON; the same for what was written and what was read back."
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 def sha256_file(path) -> str:
     "Hex SHA-256 of a file, read a megabyte at a time."
@@ -356,7 +356,7 @@ def check_lengths(self: _Preparation, seq_len):
             raise CorpusError(f"the {name} split has {s['tokens']} tokens, fewer than one sequence of {seq_len} and its next token: "
                               "give more text or a shorter sequence")
 
-# %% ../../nbs/51_data.corpus.ipynb #33c867d2
+# %% ../../nbs/51_data.corpus.ipynb #5db8ba54
 def _chunks(n): return ((b, min(b + _CHUNK, n)) for b in range(0, n, _CHUNK))
 
 @patch
@@ -404,7 +404,7 @@ def write_manifest(self: _Preparation):
                 "counts": dict(sorted(self.counts.items())),
                 "tokenizer": {"kind": t.kind, "vocab_size": t.vocab_size, "bos_id": t.bos_id, "eos_id": t.eos_id, "pad_id": t.pad_id},
                 "depth": self.depth, "splits": self.splits, "files": dict(sorted(self.files.items()))}
-    (self.folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": _sha256(manifest)}, indent=1), encoding="utf-8")
+    (self.folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": sha256_json(manifest)}, indent=1), encoding="utf-8")
 
 # %% ../../nbs/51_data.corpus.ipynb #51a5227a
 def prepare_corpus(sources,                   # "stdlib", a path, or a list of them

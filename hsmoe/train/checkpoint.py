@@ -7,17 +7,17 @@ __all__ = ['VERSION', 'CheckpointError', 'write_whole', 'split_state', 'join_sta
            'checkpoint_steps', 'latest_checkpoint', 'prune_checkpoints', 'rng_state', 'set_rng_state',
            'save_checkpoint']
 
-# %% ../../nbs/70_train.checkpoint.ipynb #69cc22f9
-import contextlib, hashlib, json, os, random, re, shutil, warnings
+# %% ../../nbs/70_train.checkpoint.ipynb #a8b500d4
+import contextlib, json, os, random, re, shutil, warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ..data.corpus import sha256_file
+from ..data.corpus import sha256_file, sha256_json
 
-# %% ../../nbs/70_train.checkpoint.ipynb #ea52e6ee
+# %% ../../nbs/70_train.checkpoint.ipynb #4c1a21ce
 VERSION = 2
 
 class CheckpointError(RuntimeError):
@@ -48,7 +48,7 @@ def write_whole(path, text:str) -> None:
         with contextlib.suppress(OSError): aside.unlink(missing_ok=True)
         raise
 
-# %% ../../nbs/70_train.checkpoint.ipynb #2a3a164f
+# %% ../../nbs/70_train.checkpoint.ipynb #c39dfafb
 def split_state(state, path:str="") -> tuple[dict, object]:
     "`(tensors by path, the same structure with a marker in place of each tensor)`."
     if isinstance(state, torch.Tensor): return {path: state}, {"__tensor__": path}
@@ -72,7 +72,7 @@ def join_state(tensors:dict, rest):
     if isinstance(rest, list): return [join_state(tensors, v) for v in rest]
     return rest
 
-# %% ../../nbs/70_train.checkpoint.ipynb #05b6fee4
+# %% ../../nbs/70_train.checkpoint.ipynb #4b4cd72d
 def _reason(error:BaseException) -> str:
     "What the operating system said, however deep the storage library wrapped it; otherwise the error's own first line."
     todo, seen = [error], []
@@ -83,10 +83,6 @@ def _reason(error:BaseException) -> str:
         seen.append(e)
         todo += [e.__cause__, e.__context__, *(x for x, _ in getattr(e, "failures", {}).values())]
     return (str(seen[-1]).splitlines() or [type(error).__name__])[0]
-
-def _sha256(meta:dict) -> str:
-    "Checksum of what `meta.json` says; the same for what was written and what was read back."
-    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 def save_state(folder, state:dict) -> Path:
     "Write nested `state` aside and give it the name `folder` when it is complete; a checkpoint of that name is replaced only then."
@@ -100,7 +96,7 @@ def save_state(folder, state:dict) -> Path:
         files = {p.name: dict(bytes=p.stat().st_size, sha256=sha256_file(p)) for p in sorted(tmp.iterdir())}
         shapes = {k: [list(v.shape), str(v.dtype).removeprefix("torch.")] for k, v in tensors.items()}
         meta = dict(version=VERSION, files=files, tensors=shapes, rest=rest)
-        (tmp / "meta.json").write_text(json.dumps({**meta, "sha256": _sha256(meta)}), encoding="utf-8")
+        (tmp / "meta.json").write_text(json.dumps({**meta, "sha256": sha256_json(meta)}), encoding="utf-8")
         for p in tmp.iterdir(): _flush(p)
         _flush(tmp)
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +115,7 @@ def load_state(folder, verify:bool=True) -> dict:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if not isinstance(meta, dict): raise ValueError
         if meta.get("version") != VERSION: raise CheckpointError(f"checkpoint {folder} has version {meta.get('version')}, and this hsmoe reads version {VERSION}")
-        if meta.pop("sha256", None) != _sha256(meta): raise CheckpointError(f"checkpoint {folder} is damaged: the checksum of meta.json differs")
+        if meta.pop("sha256", None) != sha256_json(meta): raise CheckpointError(f"checkpoint {folder} is damaged: the checksum of meta.json differs")
     except FileNotFoundError: raise CheckpointError(f"{folder} is not a checkpoint: it has no meta.json") from None
     except ValueError: raise CheckpointError(f"checkpoint {folder} is damaged: meta.json is not valid JSON") from None
     for name, want in meta["files"].items():
@@ -132,7 +128,7 @@ def load_state(folder, verify:bool=True) -> dict:
     with _quiet(): dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return join_state(tensors, meta["rest"])
 
-# %% ../../nbs/70_train.checkpoint.ipynb #4e5c5cc9
+# %% ../../nbs/70_train.checkpoint.ipynb #7987cb63
 _STEP = re.compile(r"^step-(\d+)$")
 
 def checkpoint_steps(folder) -> list[int]:
@@ -151,7 +147,7 @@ def prune_checkpoints(folder, keep:int, also=()) -> None:
     for p in folder.glob("step-*.tmp"): shutil.rmtree(p)
     for step in set(checkpoint_steps(folder)[:-keep]) - set(also): shutil.rmtree(folder / f"step-{step}")
 
-# %% ../../nbs/70_train.checkpoint.ipynb #623c4c0b
+# %% ../../nbs/70_train.checkpoint.ipynb #d9d28d73
 def rng_state() -> dict:
     "State of Python's, NumPy's and torch's generators (CPU, and the current GPU where there is one)."
     kind, keys, pos, has_gauss, cached = np.random.get_state()
@@ -169,7 +165,7 @@ def set_rng_state(state:dict) -> None:
     random.setstate((version, tuple(internal.tolist()), gauss))
     if "cuda" in state and torch.cuda.is_available(): torch.cuda.set_rng_state(state["cuda"])
 
-# %% ../../nbs/70_train.checkpoint.ipynb #3e39b79f
+# %% ../../nbs/70_train.checkpoint.ipynb #8524783f
 def save_checkpoint(model, optimizer, scheduler, step:int, folder=".") -> Path:
     "Write `checkpoint_{step}.pt` with the state dicts of model, optimiser and scheduler, readable by the printed recovery code (SPEC R-06, T-02)."
     path = Path(folder) / f"checkpoint_{step}.pt"

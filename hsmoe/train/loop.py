@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #928e2c80
+# %% ../../nbs/73_train.loop.ipynb #ae211a48
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -27,7 +27,7 @@ from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
 from ..quant.fake import code_flip_rate, observing, revise_sites, site_stats
 from ..quant.formats import scale_stats
 from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state, write_whole
-from .telemetry import MetricsLog, Progress, capture_env, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
+from .telemetry import MetricsLog, Progress, capture_env, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
 # %% ../../nbs/73_train.loop.ipynb #7ed733d4
@@ -172,7 +172,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #02ae0965
+# %% ../../nbs/73_train.loop.ipynb #caa57711
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -286,7 +286,7 @@ class Run:
             write_whole(self.dir / (f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"), json.dumps(capture_env(self.cfg.train.seed), indent=1))
             if not resume: save_config(self.cfg, self.dir / "config.yaml")
             self.log = MetricsLog(self.dir, tensorboard=self.cfg.train.tensorboard, wandb=self.cfg.train.wandb, config=to_dict(self.cfg), resume_step=last_step if resume else None)
-            self.best, self.saved = self._best(), None
+            self.best, self.saved = self._best(), self.state.step or None      # a run that is past its beginning came from a checkpoint
             if self.checkpoints.is_dir(): self._prune()
         except BaseException as e:
             if self.lock is not None: os.close(self.lock)
@@ -348,7 +348,7 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     return dict(loads=[l.tolist() for l in result.loads], depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #30fd2581
+# %% ../../nbs/73_train.loop.ipynb #49cb1de9
 class _Stop:
     "Turns SIGINT and SIGTERM into a flag that is read between steps; with `at_once`, and at a second signal, into a KeyboardInterrupt."
     def __init__(self): self.signal, self.at_once = None, False
@@ -408,8 +408,7 @@ def _steps(self:Run, stop:_Stop) -> None:
         if n % st.checkpoint == 0 or n == st.steps or stop.signal is not None: self.save()
         progress.update(n, time.perf_counter(), f"loss {result.loss:.3f}  next {result.next_token:.3f}  lr {result.lr:.2e}  grad {result.grad_norm:.2f}  {st.tokens_per_step / seconds:,.0f} tok/s{self.last_validation}")
     progress.close()
-    newest = latest_checkpoint(self.checkpoints)
-    if newest is None or newest.name != f"step-{s.step}": self.save()
+    if self.saved != s.step: self.save()
     if s.step < st.steps:
         raise TrainingError(f"stopped by signal {stop.signal} after step {s.step} of {st.steps}; a checkpoint is written, resume {self.dir} to go on")
 
@@ -422,20 +421,18 @@ def _validation(self:Run) -> None:
         self.best = v.loss, self.state.step
         if self.cfg.train.keep_best: self.save()
 
-# %% ../../nbs/73_train.loop.ipynb #60c0fa24
+# %% ../../nbs/73_train.loop.ipynb #d772ad4e
 @patch
 def finish(self:Run) -> dict:
     "Final validation and `report.json` (DESIGN decision 10). `val_loss` scores the final weights on `final_val_tokens`; `best_val_loss` is the lowest of the validations on `val_tokens` along the way."
     s, st, cfg = self.state, self.steps, self.cfg
     final = self.validate(cfg.train.final_val_tokens)
     bigram = bigram_baseline(self.corpus.bigram, self.val_data, cfg.train.final_val_tokens, self.corpus.tokenizer.token_bytes())
-    records = [r for r in read_metrics(self.dir) if "loads" in r and r["step"] > 0.8 * st.steps]
-    loads = [torch.tensor(layer, dtype=torch.float64).sum(0) for layer in zip(*(r["loads"] for r in records))]
     report = dict(name=cfg.name, config_hash=config_hash(cfg), corpus=self.corpus.fingerprint, val_loss=final.loss, val_bits_per_byte=final.bits_per_byte, val_tokens=final.tokens,
                   best_val_loss=self.best[0] if self.best[1] else None, best_val_step=self.best[1],
                   bigram_loss=bigram.loss, bigram_bits_per_byte=bigram.bits_per_byte, steps=st.steps, tokens=st.steps * st.tokens_per_step, pairs=s.pairs,
                   seconds=s.seconds, tokens_per_s=st.steps * st.tokens_per_step / max(s.seconds, 1e-9), mean_depth=s.pairs / max(1, s.positions), clip_rate=s.clipped / st.steps,
-                  **load_summary(loads), peak_memory_bytes=peak_memory_bytes(self.device), parameters=count_parameters(s.model))
+                  **load_summary(late_loads(read_metrics(self.dir), st.steps)), peak_memory_bytes=peak_memory_bytes(self.device), parameters=count_parameters(s.model))
     write_whole(self.dir / "report.json", json.dumps(report, indent=1))
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report

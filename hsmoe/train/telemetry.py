@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['seed_everything', 'source_hash', 'capture_env', 'peak_memory_bytes', 'MetricsLog', 'MetricsError', 'read_metrics',
-           'keep_until', 'series', 'Progress', 'load_summary', 'log_routing_histogram']
+           'keep_until', 'series', 'Progress', 'load_summary', 'late_loads', 'log_routing_histogram']
 
 # %% ../../nbs/71_train.telemetry.ipynb #c3c515e1
 import contextlib, hashlib, importlib.metadata, json, math, os, platform, random, resource, subprocess, sys
@@ -168,11 +168,15 @@ class Progress:
         "Finish the bar's line."
         if self.bar is not None: self.bar.close()
 
-# %% ../../nbs/71_train.telemetry.ipynb #625b7721
+# %% ../../nbs/71_train.telemetry.ipynb #db9ad824
 def load_summary(loads) -> dict:
     "`expert_load_max_over_mean` (worst layer) and `dead_experts` (without a token, all layers), from one `load_E` a layer."
     loads = [torch.as_tensor(l, dtype=torch.float64) for l in loads]
     return dict(expert_load_max_over_mean=max((l.max() / l.mean().clamp_min(1e-9)).item() for l in loads), dead_experts=sum(int((l == 0).sum()) for l in loads))
+
+def late_loads(records:list[dict], steps:int) -> np.ndarray:
+    "Tokens per expert, [layers, E], summed over the records with `loads` in the last fifth of a run of `steps`."
+    return np.array([r["loads"] for r in records if "loads" in r and r["step"] > 0.8 * steps], dtype=float).sum(0)
 
 def log_routing_histogram(routing_info, print_=print) -> list[list[int]]:
     "Print tokens per expert, a line a layer, and return them (SPEC T-02, T-03); `routing_info` is what the model returned."
