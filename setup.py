@@ -31,7 +31,8 @@ extras = {
     "bnb": ["bitsandbytes>=0.45"],      # 8-bit AdamW as a second optimiser backend
     "wandb": ["wandb>=0.22"],           # Weights & Biases, offline by default
     "llama": ["llama-models>=0.3"],     # carries the Llama 3 tokenizer.model
-    "megatron": ["megatron-core>=0.16,<2; python_version < '3.12'"],   # process groups of scripts/train.py; the pinned 0.16.1 is the last for Python 3.10 and 3.11
+    "megatron": ["megatron-core==0.16.1"],                       # its optimiser wrapper (hsmoe.optim.megatron) and process groups (scripts/train.py)
+    "torchao": ["torchao>=0.14"],       # packed tensors in TorchAO's types
     "dev": [                            # notebooks to modules, tests, documentation
         "nbdev>=2.4.14,<3",
         "execnb>=0.1.18,<0.2",
@@ -43,6 +44,9 @@ extras = {
         "setuptools>=77",
         "wheel>=0.43",
         "smalldocs>=0.5.4; python_version >= '3.11'",
+        "ml_dtypes>=0.5",               # these three are what formats and optimisers are tested against
+        "torchao>=0.14",
+        "megatron-core==0.16.1",
     ],
 }
 

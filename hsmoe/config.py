@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ConfigError', 'Section', 'ModelSection', 'InitSection', 'RouterSection', 'QuantSection', 'MTPSection', 'StageSection',
-           'DataSection', 'OptimSection', 'ScheduleSection', 'TrainSection', 'ParallelSection', 'Config', 'Length',
-           'parse_length', 'to_steps', 'Resolved', 'resolve', 'check', 'read_yaml', 'preset_names', 'apply_overrides',
-           'from_dict', 'load_config', 'to_dict', 'save_config', 'config_hash', 'first_difference']
+           'DataSection', 'OptimSection', 'ScheduleSection', 'TrainSection', 'ParallelSection', 'BackendsSection',
+           'Config', 'Length', 'parse_length', 'to_steps', 'Resolved', 'resolve', 'check', 'read_yaml', 'preset_names',
+           'apply_overrides', 'from_dict', 'load_config', 'to_dict', 'save_config', 'config_hash', 'first_difference']
 
 # %% ../nbs/00_config.ipynb #91d1bd01
 import copy, difflib, hashlib, json, math, re
@@ -59,7 +59,7 @@ class RouterSection(Section):
     bias_update_rate: float = Field(0.001, ge=0)  # 0 turns bias balancing off
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
-# %% ../nbs/00_config.ipynb #c075b554
+# %% ../nbs/00_config.ipynb #d2b7d6cd
 class QuantSection(Section):
     "Which tensors live on which block format (SPEC Q-01 to Q-04)."
     weight_format: Optional[str] = "nvfp4:8x8"
@@ -96,8 +96,9 @@ class DataSection(Section):
     curriculum: tuple[StageSection, ...] = ()     # in order; the rest of the run sees everything
 
 class OptimSection(Section):
-    "The optimiser and its 8-bit states (SPEC O-01, O-02, Q-06)."
+    "The optimiser and its 8-bit states (SPEC O-01, O-02, Q-06, S-04)."
     states: Literal["dynamic", "linear", "fp32", "bnb"] = "dynamic"   # how 8-bit states are coded; "bnb": by bitsandbytes
+    matrices: Literal["adamw", "muon", "per_head_muon"] = "adamw"     # what moves the matrices of the layers; the rest is AdamW's
     peak_lr: float = Field(3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
@@ -113,7 +114,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #262a2df2
+# %% ../nbs/00_config.ipynb #f93a6f2c
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -140,6 +141,12 @@ class ParallelSection(Section):
     dp: int = Field(4, ge=1)
     tp: Literal[1] = 1
 
+class BackendsSection(Section):
+    "Which implementation of an operation runs (DESIGN decision 3); \"auto\": the fastest that the device has and that agrees with the reference."
+    qdq: Literal["auto", "reference", "triton"] = "auto"          # quantise and dequantise
+    adamw8bit: Literal["auto", "reference", "triton"] = "auto"    # the 8-bit AdamW step
+    strict: bool = False                                          # a kernel that disagrees with the reference ends the run instead of being left out
+
 class Config(Section):
     "Everything that defines a run."
     name: str = Field(pattern=r"^\w[\w.-]*$")       # part of a folder's name
@@ -153,6 +160,7 @@ class Config(Section):
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
+    backends: BackendsSection = BackendsSection()
     printed: dict[str, Any] = {}                  # the request's own figures by SPEC row, as data
 
 # %% ../nbs/00_config.ipynb #008b08e4

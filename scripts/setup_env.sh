@@ -6,7 +6,7 @@ usage() { cat <<'TEXT'
 usage: bash scripts/setup_env.sh [options]
   --manager uv|pip|conda            who installs (default: uv where it is on PATH, else pip; see below for the CPU build of torch)
   --device cpu|cu126|cu128|cu130    which build of torch (default cpu)
-  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer), megatron (Megatron Core; Python 3.10 or 3.11)
+  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer)
   --venv DIR                        where (default $HSMOE_VENV, else .venv at the top of the repository)
   --python PYTHON                   the interpreter to build on, 3.10 to 3.12 (default: 3.11 where there is one); conda brings its own of that version
   --torch-source DIR|URL            a folder of wheels or a package index that holds the wanted build of torch (default $HSMOE_TORCH_SOURCE)
@@ -50,7 +50,7 @@ check_options() {
     case "$device" in cpu|cu126|cu128|cu130) ;; *) die "unknown device '$device'; allowed are cpu, cu126, cu128, cu130.";; esac
     local extra
     for extra in ${extras//,/ }; do
-        case "$extra" in llama|megatron|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, megatron, and dev, bnb, wandb, which are always there.";; esac
+        case "$extra" in llama|megatron|torchao|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, and dev (with megatron and torchao), bnb, wandb, which are always there.";; esac
     done
     [ -n "$venv" ] || die "--venv is empty; it takes the folder of the environment."
     case "$venv" in /*) ;; *) venv="$PWD/$venv";; esac
@@ -109,9 +109,6 @@ check_choice() {        # what cannot work is refused before anything is made or
     if [ "$manager" != uv ] && [ "$device" != cpu ] && [ -z "$torch_source" ] && ! pip_settings | grep "/$device/*$" > /dev/null && ! local_torch "$device" > /dev/null; then
         die "$manager is not set up to find the $device build of torch; use --manager uv, which knows where it is, or name a folder or index that holds it with --torch-source."
     fi
-    case "$groups:$(python_version)" in
-        *megatron*:3.12*) die "the extra 'megatron' needs Python 3.10 or 3.11, and this one is 3.12; name another with --python, or leave the extra out.";;
-    esac
 }
 
 run() {     # run LABEL COMMAND…: a dry run shows the command, else it is carried out, timed, and its output kept for the case that it fails
@@ -133,15 +130,14 @@ torch_arguments() {     # where torch comes from, one argument a line
 }
 
 verify() {
-    "$venv/bin/python" -W ignore - "$device" "$groups" <<'PY'
+    "$venv/bin/python" -W ignore - "$device" <<'PY'
 import importlib.metadata, platform, sys
 import torch, hsmoe
 want, cuda = sys.argv[1], torch.version.cuda
 print(f"  Python {platform.python_version()}, torch {torch.__version__}, hsmoe {hsmoe.__version__}, "
       f"CUDA {cuda or 'none'}, GPUs visible {torch.cuda.device_count()}")
-if "megatron" in sys.argv[2].split(","):
-    from megatron.core import parallel_state
-    print(f"  Megatron Core {importlib.metadata.version('megatron-core')}")
+from megatron.core import parallel_state
+print(f"  Megatron Core {importlib.metadata.version('megatron-core')}, TorchAO {importlib.metadata.version('torchao')}")
 if want != "cpu" and (cuda or "").replace(".", "") != want[2:]:
     sys.exit(f"setup_env: torch {torch.__version__} is not the {want} build; build a new --venv and name a source that holds it with --torch-source, or use --manager uv.")
 PY
@@ -161,6 +157,7 @@ build() {
     else install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check); fi
     run "build tools" "${install[@]}" --constraint pins.txt setuptools wheel
     run "$torch for $device" "${install[@]}" ${source[@]+"${source[@]}"} "$torch"
+    if [ "$device" = cpu ] && [ "$(uname -sm)" = "Linux x86_64" ]; then run "$triton, whose interpreter runs kernels on a CPU" "${install[@]}" --no-deps "$triton"; fi
     # --no-build-isolation: the package itself is built with the pinned setuptools
     run "hsmoe and what it needs" "${install[@]}" --constraint pins.txt ${source[@]+"${source[@]}"} --no-build-isolation --editable ".[$groups]"
 }
@@ -176,6 +173,7 @@ check_options
 cd "$root"
 groups=dev,bnb,wandb
 for extra in ${extras//,/ }; do case ",$groups," in *",$extra,"*) ;; *) groups="$groups,$extra";; esac; done
+triton="$(sed -n 's/^#.*\(triton==[^ ]*\)$/\1/p' pins.txt)"
 torch="$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' pins.txt)"
 find_python
 choose_manager

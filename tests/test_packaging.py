@@ -3,6 +3,7 @@ import ast
 import importlib.metadata as metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -117,11 +118,10 @@ def test_every_requirement_has_one_pin_within_its_range(meta, requirements, pins
             assert need.specifier.contains(versions[0]), f"{need.name}=={versions[0]} is outside {need.specifier}"
 
 
-def test_megatron_core_is_pinned_where_it_can_be_installed(requirements, pins):
+def test_megatron_core_is_the_version_that_the_adapter_was_written_for(requirements, pins):
     need = next(r for r in requirements if r.name == "megatron-core")
-    assert [need.marker.evaluate(environment(p, "megatron")) for p in PYTHONS] == [True, True, False] and not need.marker.evaluate(environment("3.11"))
-    assert [pinned(pins, "megatron-core", p) for p in PYTHONS] == [["0.16.1"], ["0.16.1"], []]
-    assert need.specifier.contains("0.16.1") and need.specifier.contains("0.17.1") and not need.specifier.contains("2.0") and not need.specifier.contains("0.15.3")
+    assert not need.marker.evaluate(environment("3.11")) and need.marker.evaluate(environment("3.11", "dev" if '"dev"' in str(need.marker) else "megatron"))
+    assert [pinned(pins, "megatron-core", p) for p in PYTHONS] == [["0.16.1"]] * 3 and str(need.specifier) == "==0.16.1"
     try: installed = metadata.requires("megatron-core")
     except metadata.PackageNotFoundError: return
     for needed in map(Requirement, installed):      # what it needs is pinned too, so that no other torch comes with it
@@ -219,6 +219,7 @@ def test_setup_env_dry_run(root, pins, tmp_path, manager, device):
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
     assert first == f"# Environment {venv} by {manager} (as --manager says), for {device}, with dev,bnb,wandb,llama:"
+    if device == "cpu" and (sys.platform, platform.machine()) == ("linux", "x86_64"): assert re.search(r"--no-deps triton==\d+\.\d+\.\d+$", lines.pop(3))
     assert len(lines) == 4 and not venv.exists()
     assert ("conda create" if manager == "conda" else "venv") in lines[0] and "an\\ env" in lines[0]
     assert lines[2].endswith(f"torch=={torch_pin(pins)}") and lines[3].endswith(r"--editable .\[dev\,bnb\,wandb\,llama\]")
@@ -282,10 +283,9 @@ def test_setup_env_takes_a_cuda_build_that_pip_is_set_up_to_find(root, tmp_path,
 @pytest.mark.parametrize("options, words", [
     (["--manager", "poetry"], ["poetry", "pip, uv, conda"]),
     (["--device", "cu100"], ["cu100", "cpu, cu126, cu128, cu130"]),
-    (["--extras", "llama,mice"], ["mice", "llama", "megatron"]),
+    (["--extras", "llama,mice"], ["mice", "llama", "megatron", "torchao"]),
     (["--python", "/no/python"], ["/no/python", "3.11"]),
     (["--manager", "conda", "--python", "python2"], ["python2", "3.11"]),
-    (["--manager", "conda", "--python", "3.12", "--extras", "megatron"], ["megatron", "3.10 or 3.11"]),
     (["--manager", "pip", "--device", "cu126"], ["pip", "cu126", "--manager uv", "--torch-source"]),
     (["--manager", "conda", "--device", "cu130"], ["conda", "cu130", "--manager uv", "--torch-source"]),
     (["--frob"], ["--frob", "--manager"]),

@@ -197,6 +197,6 @@ def test_calls_megatron_in_the_process_group_and_destroys_its_groups(printed):
 
 
 def test_builds_the_groups_of_the_installed_megatron(printed):
-    if not importlib.util.find_spec("megatron"): pytest.skip("Megatron Core is not installed: scripts/setup_env.sh --extras megatron")
+    if not importlib.util.find_spec("megatron"): pytest.skip("Megatron Core is not installed: scripts/setup_env.sh installs it")
     result = printed("--steps", 2, megatron=None)
     assert len(losses(result)) == 2 and result.stderr == "" and "Megatron Core's process groups: expert 1, data 1, tensor 1." in result.stdout

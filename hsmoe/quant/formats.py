@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# %% ../../nbs/10_quant.formats.ipynb #68f4a3be
+# %% ../../nbs/10_quant.formats.ipynb #b38cdf2c
 class Codebook(NamedTuple):
     "How a code of a few bits stands for a number."
     bits: int          # storage of one code
@@ -64,7 +64,7 @@ def element_codes(name: str) -> Tensor:
         return sign * (M / 2**m * 2.0**book.emin if E == 0 else (1 + M / 2**m) * 2.0 ** (E - 1 + book.emin))
     return torch.tensor([value(c) for c in range(2**book.bits)], device="cpu")
 
-# %% ../../nbs/10_quant.formats.ipynb #03844476
+# %% ../../nbs/10_quant.formats.ipynb #aeb6a8f3
 _EXPONENT, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF                           # bit masks of a float32
 
 def _round_(v: Tensor, book: Codebook, scratch: Tensor = None) -> Tensor:
@@ -80,7 +80,7 @@ def round_to_element(x: Tensor, element: str) -> Tensor:
     "Nearest value of the element's grid, ties to even, saturating; float32 of x's shape."
     return _round_(x.detach().to(torch.float32, copy=True), ELEMENTS[element])
 
-# %% ../../nbs/10_quant.formats.ipynb #20786fd8
+# %% ../../nbs/10_quant.formats.ipynb #21e286ca
 def _round_scale_(s: Tensor, scale: str, rounding: str = "floor") -> Tensor:
     "Round positive float32 `s` in place to the scale's code book."
     if scale == "fp32": return s.clamp_(max=torch.finfo(torch.float32).max)
@@ -94,24 +94,25 @@ def round_to_scale(s: Tensor, scale: str, rounding: str = "floor") -> Tensor:
     "Positive `s` as a value of the scale's code book, float32; saturates at both ends of `e8m0`, at the top of the others."
     return _round_scale_(s.detach().to(torch.float32, copy=True), scale, rounding)
 
-# %% ../../nbs/10_quant.formats.ipynb #66c926b1
-_PATTERN = re.compile(r"(?P<family>[a-z0-9_-]+?)(?::(?P<rows>\d+)x(?P<cols>\d+))?(?P<ceil>\+ceil)?(?:\+ts(?P<ts>-?\d+))?"
-                      r"(?:\+clip(?P<low>[^~]+)~(?P<high>[^~]+))?")
+# %% ../../nbs/10_quant.formats.ipynb #56a4e2a3
+_PATTERN = re.compile(r"(?P<family>[a-z0-9_-]+?)(?::(?P<rows>\d+)x(?P<cols>\d+))?(?P<ceil>\+ceil)?(?P<choice>\+4/6)?"
+                      r"(?:\+ts(?P<ts>-?\d+))?(?:\+clip(?P<low>[^~]+)~(?P<high>[^~]+))?")
 
 @dataclass(frozen=True)
 class BlockFormat:
     """A block format: element × block scale × constant tensor scale.
 
     `block` is (rows, columns) over the last two dimensions; (1, n) runs along the last one only.
-    The name is `family:RxC` with options `+ceil`, `+ts-6` (tensor scale 2^-6), `+clip1e-06~10.0`, and `parse(f.name) == f`.
-    Errors: `ValueError` for an unknown element, scale or rounding, a block below 1×1, a tensor scale that is no power of two.
-    Source: SPEC Q-01 to Q-04, Q-07."""
+    The name is `family:RxC` with options `+ceil`, `+4/6` (scale choice), `+ts-6` (tensor scale 2^-6), `+clip1e-06~10.0`, and `parse(f.name) == f`.
+    Errors: `ValueError` for an unknown element, scale, rounding or scale choice, a block below 1×1, a tensor scale that is no power of two.
+    Source: SPEC Q-01 to Q-04, Q-07; Four over Six: Cook et al. 2025, arXiv:2512.02010."""
     element: str                 # key of `ELEMENTS`
     block: tuple[int, int]       # rows, columns
     scale: str                   # key of `SCALES`
     tensor_scale: float = 1.0    # constant power of two
     rounding: str = "floor"      # of e8m0: "floor" (OCP MX) or "ceil" of log2(amax / element max)
     scale_clip: tuple[float, float] | None = None   # bounds of the effective scale s·t, applied before s is rounded
+    scale_choice: str = "amax"   # "amax" maps the largest magnitude to the element's maximum; "four_over_six" tries 4 as well as 6
 
     def __post_init__(self):
         _known("element", self.element, ELEMENTS)
@@ -125,6 +126,9 @@ class BlockFormat:
             raise ValueError(f"rounding {self.rounding!r} of scale {self.scale}: e8m0 allows 'floor' or 'ceil', the others round to nearest even")
         if self.scale_clip is not None and not 0 < self.scale_clip[0] < self.scale_clip[1]:
             raise ValueError(f"scale_clip {self.scale_clip} must be two bounds with 0 < low < high")
+        _known("scale choice", self.scale_choice, ("amax", "four_over_six"))
+        if self.scale_choice == "four_over_six" and (self.element != "e2m1" or self.scale == "e8m0"):
+            raise ValueError(f"scale choice 'four_over_six' needs element e2m1 and a float scale (e4m3, ue5m3, fp32), not {self.element} with {self.scale}")
 
     @classmethod
     def parse(cls, name, block: tuple[int, int] | None = None) -> "BlockFormat":
@@ -135,6 +139,7 @@ class BlockFormat:
     def name(self) -> str:
         family = next((k for k, f in FORMATS.items() if (f.element, f.scale) == (self.element, self.scale)), f"{self.element}-{self.scale}")
         return (f"{family}:{self.block[0]}x{self.block[1]}" + ("+ceil" if self.rounding == "ceil" else "")
+                + ("+4/6" if self.scale_choice == "four_over_six" else "")
                 + (f"+ts{self.log2_tensor_scale}" if self.tensor_scale != _default(self.element, self.scale).tensor_scale else "")
                 + (f"+clip{self.scale_clip[0]!r}~{self.scale_clip[1]!r}" if self.scale_clip else ""))
 
@@ -168,7 +173,7 @@ class BlockFormat:
         "Whether every product element × scale × tensor scale that is a normal float32 number is a number of `dtype`."
         return self.scale != "fp32" and _exact(self.element, self.scale, self.tensor_scale, dtype)
 
-# %% ../../nbs/10_quant.formats.ipynb #2123c867
+# %% ../../nbs/10_quant.formats.ipynb #defecbad
 def _known(what, name, table):
     if name in table: return
     near = difflib.get_close_matches(str(name).lower(), table, 1, 0.0)
@@ -203,6 +208,7 @@ def _parse(name, block):
                          f"{', '.join(FORMATS)}, or element-scale, or an alias of {', '.join(ALIASES)}")
     if match["rows"]: block = (int(match["rows"]), int(match["cols"]))
     return replace(fmt, block=block or fmt.block, rounding="ceil" if match["ceil"] else fmt.rounding,
+                   scale_choice="four_over_six" if match["choice"] else fmt.scale_choice,
                    tensor_scale=2.0 ** int(match["ts"]) if match["ts"] else fmt.tensor_scale,
                    scale_clip=(float(match["low"]), float(match["high"])) if match["low"] else None)
 
@@ -214,7 +220,7 @@ def _exact(element, scale, tensor_scale, dtype):
     products = products[(products.abs() >= normal.tiny) & (products.abs() <= normal.max)]
     return bool((products.to(dtype).double() == products).all())
 
-# %% ../../nbs/10_quant.formats.ipynb #d72aacb9
+# %% ../../nbs/10_quant.formats.ipynb #85872f7e
 _CHUNK = 131_072                                   # elements a core handles between two looks at memory: three buffers fit its L2
 
 def _to_blocks(x: Tensor, block) -> Tensor:
@@ -225,34 +231,51 @@ def _to_blocks(x: Tensor, block) -> Tensor:
     if x.dim() < 2: x = x.reshape(1, -1)
     pad_rows, pad_cols = -x.shape[-2] % r, -x.shape[-1] % c
     if pad_rows or pad_cols: x = F.pad(x, (0, pad_cols, 0, pad_rows))
-    return x.reshape(-1, r, x.shape[-1] // c, c)
+    return x.reshape(math.prod(x.shape[:-1]) // r, r, x.shape[-1] // c, c)
 
 def _from_blocks(y: Tensor, shape) -> Tensor:
     "Undo `_to_blocks`: drop the padding and restore the shape."
     rows, cols = (1, 1, *shape)[-2:]
     _, r, C, c = y.shape
-    return y.view(-1, -(-rows // r) * r, C * c)[:, :rows, :cols].reshape(shape)
+    return y.view(math.prod(shape[:-2]), -(-rows // r) * r, C * c)[:, :rows, :cols].reshape(shape)
 
 def _reach(fmt):
     "Magnitude that a scale of one stands for: the element's maximum, or its power of two where OCP's floor ignores the mantissa."
     return 2.0**fmt.book.emax if (fmt.scale, fmt.rounding) == ("e8m0", "floor") else fmt.book.max
+
+def _scale_of(amax: Tensor, reach: float, fmt: BlockFormat) -> Tensor:
+    "The rounded scale that maps `amax` to the element value `reach`."
+    s = amax / torch.full_like(amax, reach * fmt.tensor_scale)           # by a tensor: CUDA divides by a number inexactly
+    if fmt.scale_clip: s.clamp_(*(bound / fmt.tensor_scale for bound in fmt.scale_clip))
+    return _round_scale_(s, fmt.scale, fmt.rounding)
 
 def _block_scales(v: Tensor, fmt: BlockFormat, scratch: Tensor = None):
     "Block amax and rounded scale, both `[G, 1, C, 1]`; a block with a non-finite value gets a NaN scale."
     magnitude = torch.bitwise_and(v.view(torch.int32), _MAGNITUDE, out=scratch)   # |x| sorts like its bits, NaN last
     if v.shape[1] > 1: magnitude = magnitude.amax(1, keepdim=True)
     amax = magnitude.amax(-1, keepdim=True).view(torch.float32)
-    s = amax / torch.full_like(amax, _reach(fmt) * fmt.tensor_scale)     # by a tensor: CUDA divides by a number inexactly
-    if fmt.scale_clip: s.clamp_(*(bound / fmt.tensor_scale for bound in fmt.scale_clip))
-    return amax, _round_scale_(s, fmt.scale, fmt.rounding).add_(amax, alpha=0)    # inf·0 = NaN·0 = NaN
+    s = _scale_of(amax, _reach(fmt), fmt).add_(amax, alpha=0)            # inf·0 = NaN·0 = NaN
+    return amax, _four_over_six(v, s, _scale_of(amax, 4.0, fmt), fmt) if fmt.scale_choice == "four_over_six" else s
+
+def _elements(v: Tensor, s: Tensor, fmt: BlockFormat, out: Tensor = None, scratch: Tensor = None):
+    "Elements on their grid (into `out`) under the scales `s`, and the step s·t that an element counts."
+    step = s * fmt.tensor_scale
+    step.masked_fill_(step == 0, 2.0**126)                               # a scale of zero: every element rounds to zero
+    if v.shape[1] > 1: step = step.expand(-1, -1, -1, v.shape[3]).contiguous()    # long inner loops instead of many short ones
+    return _round_(torch.div(v, step, out=out), fmt.book, scratch), step
+
+def _four_over_six(v: Tensor, six: Tensor, four: Tensor, fmt: BlockFormat) -> Tensor:
+    "In every block the scale with the smaller squared error, `six` where they are equal; errors in float64."
+    def error(s):
+        q, step = _elements(v, s, fmt)
+        return (v.double() - q.double() * step).square_().sum((1, 3), keepdim=True)
+    return torch.where(error(four) < error(six), four, six)              # NaN < NaN is false: a broken block keeps its NaN
 
 def _to_grid(v: Tensor, fmt: BlockFormat, out: Tensor, scratch: Tensor, block_scale: float | None = None):
     "Elements on their grid (into `out`), the block scales, and the step s·t that an element counts."
     s = _block_scales(v, fmt, scratch)[1] if block_scale is None else v.new_full((1, 1, 1, 1), block_scale)
-    step = s * fmt.tensor_scale
-    step.masked_fill_(step == 0, 2.0**126)                               # a scale of zero: every element rounds to zero
-    if v.shape[1] > 1: step = step.expand(-1, -1, -1, v.shape[3]).contiguous()    # long inner loops instead of many short ones
-    return _round_(torch.div(v, step, out=out), fmt.book, scratch), s, step
+    q, step = _elements(v, s, fmt, out, scratch)
+    return q, s, step
 
 @torch.no_grad()
 def qdq(x: Tensor, fmt, block_scale: float | None = None) -> Tensor:
@@ -275,14 +298,15 @@ def qdq(x: Tensor, fmt, block_scale: float | None = None) -> Tensor:
     return _from_blocks(out, x.shape).to(x.dtype)
 
 def scale_for(amax: float, fmt) -> float:
-    "The rounded scale, without the tensor scale, that `qdq` gives a block whose largest magnitude is `amax`."
-    return float(_block_scales(torch.full((1, 1, 1, 1), amax, dtype=torch.float32, device="cpu"), BlockFormat.parse(fmt))[1])
+    "The rounded scale, without the tensor scale, that `qdq` gives a block whose largest magnitude is `amax` (under scale choice `amax`)."
+    fmt = replace(BlockFormat.parse(fmt), scale_choice="amax")
+    return float(_block_scales(torch.full((1, 1, 1, 1), amax, dtype=torch.float32, device="cpu"), fmt)[1])
 
-# %% ../../nbs/10_quant.formats.ipynb #f7c201c4
+# %% ../../nbs/10_quant.formats.ipynb #677d5bc0
 def _encode(v: Tensor, name: str) -> Tensor:
     "Codes of values that lie on the grid of `name`."
     book = ELEMENTS.get(name) or SCALES[name]
-    if book.specials == "int": return v.to(torch.int8).view(torch.uint8)
+    if book.specials == "int": return v.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
     half = element_codes(name)[:2 ** (book.bits - book.signed)].to(v.device)
     finite = half[half.isfinite()]
     code = torch.searchsorted(finite, v.abs().nan_to_num(0.0))
@@ -309,8 +333,9 @@ def dequantize(codes: Tensor, scales: Tensor, fmt, shape: tuple[int, ...] | None
     fmt = BlockFormat.parse(fmt)
     r, c = fmt.block
     s = scales if fmt.scale == "fp32" else element_codes(fmt.scale).to(scales.device)[scales.long()]
-    q = element_codes(fmt.element).to(codes.device)[codes.long()].view(-1, r, codes.shape[-1] // c, c)
-    y = q * (s.reshape(-1, 1, codes.shape[-1] // c, 1) * fmt.tensor_scale)
+    rows, cols = math.prod(codes.shape[:-1]) // r, codes.shape[-1] // c
+    q = element_codes(fmt.element).to(codes.device)[codes.long()].view(rows, r, cols, c)
+    y = q * (s.reshape(rows, 1, cols, 1) * fmt.tensor_scale)
     return _from_blocks(y, codes.shape if shape is None else shape).to(dtype)
 
 @torch.no_grad()

@@ -7,8 +7,9 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #ae211a48
+# %% ../../nbs/73_train.loop.ipynb #3846fe62
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
+from ..backends import choose_backends
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
 from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_files, lock_folder, prepare_corpus, sha256_file
 from ..data.loader import Loader, PackedDataset, Stage
@@ -23,14 +25,16 @@ from ..data.tokenizer import Tokenizer
 from ..model.hybrid import HybridSparseMoEModel, build_model, count_parameters
 from ..mtp.loss import adamtp_loss, loss_positions
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
+from ..optim.muon import MuonWithAdamW, muon_pieces
+from ..optim.recut import blockwise_of
 from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
-from ..quant.fake import code_flip_rate, observing, revise_sites, site_stats
+from ..quant.fake import block_formats, code_flip_rate, observing, revise_sites, set_block_formats, site_stats
 from ..quant.formats import scale_stats
 from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state, write_whole
 from .telemetry import MetricsLog, Progress, capture_env, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
-# %% ../../nbs/73_train.loop.ipynb #7ed733d4
+# %% ../../nbs/73_train.loop.ipynb #8393e812
 class TrainingError(RuntimeError):
     "A run that cannot start or go on: one sentence with the reason and what to do."
 
@@ -39,18 +43,20 @@ def _decays(name:str) -> bool:
     leaf = name.rsplit(".", 1)[-1]
     return "norm" not in name and leaf not in ("bias", "b_in", "b_out")
 
-def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> MasterOptimizer:
-    "AdamW on fp32 masters with the states that `cfg.optim` asks for (SPEC O-01, Q-06)."
+def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> "MasterOptimizer | MuonWithAdamW":
+    "The optimiser that `cfg.optim` asks for, on fp32 masters: AdamW with its kind of states, alone or beside Muon (SPEC O-01, Q-06, S-04)."
     o = cfg.optim
     named = list(model.named_parameters())
     groups = [dict(params=[(n, p) for n, p in named if _decays(n)], weight_decay=o.weight_decay),
               dict(params=[(n, p) for n, p in named if not _decays(n)], weight_decay=0.0)]
     kw = dict(lr=o.peak_lr, betas=o.betas, eps=o.eps)
-    if o.states == "fp32": return MasterOptimizer(groups, torch.optim.AdamW, **kw)
-    if o.states == "bnb": return AdamW8bit(groups, **kw, backend="bnb", block_size=o.block_size)
-    return AdamW8bit(groups, **kw, quant_map=o.states, block_size=o.block_size)
+    if o.states == "fp32": adamw = partial(MasterOptimizer, inner_cls=torch.optim.AdamW, **kw)
+    elif o.states == "bnb": adamw = partial(AdamW8bit, **kw, backend="bnb", block_size=o.block_size)
+    else: adamw = partial(AdamW8bit, **kw, quant_map=o.states, block_size=o.block_size)
+    if o.matrices == "adamw": return adamw(groups)
+    return MuonWithAdamW(groups, muon_pieces(model, per_head=o.matrices == "per_head_muon"), adamw, lr=o.peak_lr)
 
-# %% ../../nbs/73_train.loop.ipynb #30b2a2b2
+# %% ../../nbs/73_train.loop.ipynb #9f457d5d
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -62,6 +68,11 @@ def stages_of(cfg:Config, steps:Resolved) -> list[Stage]:
     if not cfg.data.curriculum: return []
     return [Stage(s.kind, max(1, round(s.share * steps.steps)) * cfg.train.batch_sequences) for s in cfg.data.curriculum] + [Stage("all")]
 
+def _backends(cfg:Config, device) -> dict:
+    "The backend of every operation, as `cfg.backends` wants them."
+    wanted = to_dict(cfg)["backends"]
+    return choose_backends(device, {k: v for k, v in wanted.items() if k != "strict"}, wanted["strict"])
+
 class TrainState:
     "All that a step changes: model, optimiser, schedule, data position, counters, random generators."
     COUNTERS = ("step", "clipped", "positions", "pairs", "seconds")
@@ -69,6 +80,7 @@ class TrainState:
     def __init__(self, cfg:Config, steps:Resolved, data:PackedDataset, device:torch.device):
         seed_everything(cfg.train.seed)
         self.cfg, self.steps, self.device = cfg, steps, device
+        self.backends = _backends(cfg, device)
         self.model = build_model(cfg).to(device)
         self.optimizer = make_optimizer(self.model, cfg)
         s = cfg.schedule
@@ -80,12 +92,18 @@ class TrainState:
 
     def state_dict(self) -> dict:
         "Nested mapping of tensors and numbers; with it the next step is the same to the last bit."
-        return dict(model=dict(self.model.state_dict()), optimizer=self.optimizer.state_dict(), scheduler=self.scheduler.state_dict(), loader=self.loader.state_dict(),
-                    rng=rng_state(), **{k: getattr(self, k) for k in self.COUNTERS})
+        blockwise = blockwise_of(self.optimizer)
+        return dict(model=dict(self.model.state_dict()), formats=block_formats(self.model), state_block=blockwise and blockwise.block_size, optimizer=self.optimizer.state_dict(),
+                    scheduler=self.scheduler.state_dict(), loader=self.loader.state_dict(), rng=rng_state(), backends=dict(self.backends, device=self.device.type), **{k: getattr(self, k) for k in self.COUNTERS})
 
     def load_state_dict(self, state:dict) -> None:
-        "Continue from what `state_dict` returned."
+        "Continue from what `state_dict` returned, with the backends that it was computed with where the device is of the same kind."
+        pinned = dict(state.get("backends", {}))
+        if pinned.pop("device", None) == self.device.type: self.backends = choose_backends(self.device, pinned, strict=True)
+        if "formats" in state: set_block_formats(self.model, state["formats"], self.optimizer)
         self.model.load_state_dict(state["model"])
+        blockwise = blockwise_of(self.optimizer)
+        if blockwise and state.get("state_block", blockwise.block_size) != blockwise.block_size: self.optimizer.set_block_size(state["state_block"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.loader.load_state_dict(state["loader"])
@@ -172,7 +190,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #caa57711
+# %% ../../nbs/73_train.loop.ipynb #93efd4d9
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -283,7 +301,7 @@ class Run:
                 write_whole(self.dir / "corpus.json", json.dumps(dict(path=str(Path(self.corpus.folder).resolve()), fingerprint=self.corpus.fingerprint,
                                                                       tokenizer_sha256=sha256_file(self.dir / "tokenizer.json"))))
                 save_config(self.cfg, self.dir / "config.json")
-            write_whole(self.dir / (f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"), json.dumps(capture_env(self.cfg.train.seed), indent=1))
+            write_whole(self.dir / (f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"), json.dumps(capture_env(self.cfg.train.seed) | dict(backends=self.state.backends), indent=1))
             if not resume: save_config(self.cfg, self.dir / "config.yaml")
             self.log = MetricsLog(self.dir, tensorboard=self.cfg.train.tensorboard, wandb=self.cfg.train.wandb, config=to_dict(self.cfg), resume_step=last_step if resume else None)
             self.best, self.saved = self._best(), self.state.step or None      # a run that is past its beginning came from a checkpoint
@@ -437,7 +455,7 @@ def finish(self:Run) -> dict:
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #b433dead
+# %% ../../nbs/73_train.loop.ipynb #66f82890
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -478,6 +496,7 @@ def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
     pick_device(cfg)
     if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
     if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
+    if cfg.optim.matrices != "adamw" and not hasattr(torch.optim, "Muon"): raise TrainingError(f"optim.matrices = {cfg.optim.matrices!r} needs torch.optim.Muon, which PyTorch {torch.__version__} does not have; install 2.9 or newer, or choose adamw")
     check_writable(Path(run_dir or "runs"))
     if run_dir and not resume: _no_run_in(Path(run_dir))
 
@@ -533,7 +552,9 @@ def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Co
     cfg = load_config(str(run_dir / "config.json"))
     try:
         model = build_model(cfg)
-        model.load_state_dict(load_state(folder)["model"])
+        state = load_state(folder)
+        if "formats" in state: set_block_formats(model, state["formats"])
+        model.load_state_dict(state["model"])
     except (RuntimeError, KeyError) as e:
         if isinstance(e, CheckpointError): raise
         raise TrainingError(f"checkpoint {folder} does not fit the configuration in {run_dir}/config.json: {' '.join(str(e).split())[:200]}") from e

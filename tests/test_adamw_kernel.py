@@ -1,0 +1,223 @@
+"""The Triton step of the 8-bit AdamW against the reference: on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hsmoe.optim import kernels
+from hsmoe.optim.adamw8bit import ADAMW, AdamW8bit
+from hsmoe.quant.formats import BlockFormat, qdq
+
+tl = pytest.importorskip("triton.language")
+triton = pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1")
+needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+#         shape, format of the weight, its dtype
+WEIGHTS = [((16, 96), None, F32), ((21, 65), None, F32), ((1030,), None, BF16), ((2, 16, 64), "nvfp4:8x8", BF16), ((16, 32), "nvfp4:1x16", BF16),
+           ((32, 64), "nvfp4:16x16", BF16), ((48, 16), "nvfp4:16x16", BF16), ((8, 848), "nvfp4:8x8", F32), ((24, 64), "nvfp4:16x16", BF16), ((16, 96), "mxfp8_e4m3:1x32", BF16)]
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run right here")
+def test_in_the_interpreter():
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
+                         env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def few_long_programs(monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(kernels, "TILES", 4)
+        monkeypatch.setattr(kernels, "ROUNDS", 2)
+    monkeypatch.setattr(ADAMW, "chosen", {})
+
+
+def parameters(weights, seed=0):
+    generator, named = torch.Generator().manual_seed(seed), []
+    for i, (shape, fmt, dtype) in enumerate(weights):
+        p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype))
+        if fmt: p.block_format = BlockFormat.parse(fmt)
+        named.append((f"p{i}", p))
+    return named
+
+
+def feed(named, seed, spoil=None, dtype=F32):
+    generator = torch.Generator().manual_seed(seed)
+    for _, p in named:
+        g = torch.randn(p.shape, generator=generator) * 10 ** (torch.rand(p.shape, generator=generator) * -4)
+        if spoil is not None: g.view(-1)[300] = spoil
+        g = g.to(DEVICE, dtype)
+        if dtype == p.dtype: p.grad = g
+        else: p.main_grad = g
+
+
+def step(optimizer, backend):
+    ADAMW.chosen[DEVICE] = backend
+    optimizer.step()
+
+
+def compute_copy(p, master):
+    "What a step has to write; the interpreter's own cast to bfloat16 cuts digits off instead of rounding."
+    if hasattr(p, "block_format"): return qdq(master.float(), p.block_format).to(p.dtype)
+    if INTERPRETED and p.dtype == BF16: return (master.float().view(torch.int32) & -65536).view(F32).to(BF16)
+    return master.to(p.dtype)
+
+
+def ulps(a, b): return (a.detach().contiguous().view(torch.int32).long() - b.detach().contiguous().view(torch.int32).long()).abs().max().item()
+
+
+def compare(one, two, named, unequal=1e-3, tolerance=3e-7):
+    "The states of the reference (`one`) and of the kernel, and the kernel's compute weights."
+    for (name, p), (_, q) in zip(*named):
+        a, b = one.inner.state[one.master_of(p)], two.inner.state[two.master_of(q)]
+        assert a.keys() == b.keys()
+        for k in a:
+            if k.endswith("code"): assert (a[k] != b[k]).float().mean() <= unequal, (name, k)
+            if k.endswith("scale"): torch.testing.assert_close(a[k], b[k], rtol=1e-6, atol=0, equal_nan=True, msg=f"{name} {k}")
+        torch.testing.assert_close(one.master_of(p).data, two.master_of(q).data, rtol=2e-7, atol=tolerance, equal_nan=True, msg=name)
+        if two.master_of(q) is not q: torch.testing.assert_close(q.data, compute_copy(q, two.master_of(q)), rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@runs_kernels
+@pytest.mark.parametrize("kw", [dict(), dict(quant_map="linear"), dict(block_size=128), dict(block_size=512), dict(block_size=512, quant_map="linear")], ids=str)
+def test_shapes_formats_maps_and_blocks(kw):
+    named = parameters(WEIGHTS), parameters(WEIGHTS)
+    one, two = (AdamW8bit(n, lr=1e-2, min_8bit_size=128, **kw) for n in named)
+    for i in range(2):
+        for n in named: feed(n, i)
+        if i == 1: named[0][3][1].main_grad = named[1][3][1].main_grad = None          # a weight that rests
+        step(one, "reference"); step(two, "triton")
+        compare(one, two, named)
+
+
+@runs_kernels
+@pytest.mark.parametrize("quant_map", ["dynamic", "linear"])
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), float("-inf")])
+def test_a_spoilt_gradient_spoils_its_block(quant_map, spoil):
+    weights = [((1030,), None, F32), ((16, 64), "nvfp4:8x8", BF16)]
+    named = parameters(weights), parameters(weights)
+    one, two = (AdamW8bit(n, lr=1e-2, min_8bit_size=128, quant_map=quant_map) for n in named)
+    for i in range(2):
+        for n in named: feed(n, i, spoil if i == 0 else None)
+        step(one, "reference"); step(two, "triton")
+        for (_, p), (_, q) in zip(*named): assert torch.equal(one.master_of(p).isfinite(), two.master_of(q).isfinite()) and not two.master_of(q).isfinite().all()
+    for _, p in named[1]:
+        m, v = two.inner.moments(two.master_of(p))
+        assert (~m.isfinite()).sum() == (~v.isfinite()).sum() == 256
+
+
+@runs_kernels
+@pytest.mark.parametrize("quant_map", ["dynamic", "linear"])
+def test_zero_gradients_move_nothing(quant_map):
+    named = parameters(WEIGHTS[:4])
+    before = [p.detach().float().clone() for _, p in named]
+    optimizer = AdamW8bit(named, lr=1e-2, weight_decay=0.0, min_8bit_size=128, quant_map=quant_map)
+    for _, p in named: p.grad, p.main_grad = None, torch.zeros_like(p, dtype=F32)
+    step(optimizer, "triton")
+    for (_, p), old in zip(named, before): assert torch.equal(optimizer.master_of(p), old)
+
+
+@runs_kernels
+def test_the_first_step_is_that_of_adamw():
+    named = parameters(WEIGHTS[:2])
+    twins = [torch.nn.Parameter(p.detach().clone()) for _, p in named]
+    optimizer, adamw = AdamW8bit(named, lr=1e-2, min_8bit_size=128), torch.optim.AdamW(twins, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    feed(named, 0)
+    for (_, p), q in zip(named, twins): q.grad = p.grad.clone()
+    step(optimizer, "triton"); adamw.step()
+    for (_, p), q in zip(named, twins): torch.testing.assert_close(p.data, q.data, rtol=2e-7, atol=3e-7)
+
+
+@runs_kernels
+def test_gradients_in_bfloat16():
+    named = parameters(WEIGHTS[2:5]), parameters(WEIGHTS[2:5])
+    one, two = (AdamW8bit(n, lr=1e-2, min_8bit_size=128, fp32_gradients=False) for n in named)
+    for i in range(2):
+        for n in named: feed(n, i, dtype=BF16)
+        step(one, "reference"); step(two, "triton")
+        compare(one, two, named)
+    assert named[1][0][1].grad.dtype == BF16
+
+
+@runs_kernels
+def test_float16_masters():
+    named = parameters(WEIGHTS[2:5]), parameters(WEIGHTS[2:5])
+    one, two = (AdamW8bit(n, lr=1e-2, min_8bit_size=128, master_dtype=F16, seed=3) for n in named)
+    for i in range(2):
+        for n in named: feed(n, i)
+        step(one, "reference"); step(two, "triton")
+    for (_, p), (_, q) in zip(*named):
+        a, b = one.master_of(p), two.master_of(q)
+        assert a.dtype == b.dtype == F16 and (a != b).float().mean() <= 2e-3             # a draw may fall between two float32 that differ in the last place
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-7)
+        assert torch.equal(q.data, compute_copy(q, b))
+
+
+if INTERPRETED or torch.cuda.is_available():
+    @triton.jit
+    def halves(x, y, stream, step, N: tl.constexpr):
+        at = tl.arange(0, N)
+        key = kernels._mix_kernel(kernels._mix_kernel(tl.load(stream).to(tl.uint32)) + tl.cast(step, tl.uint32))
+        tl.store(y + at, kernels._stochastic_half(tl.load(x + at), at.to(tl.uint32), key))
+
+
+@runs_kernels
+def test_stochastic_rounding_has_the_bits_of_the_reference():
+    x = torch.randn(4096) * torch.logspace(-12, 7, 4096)
+    x[:4] = torch.tensor([float("nan"), float("inf"), 0.0, -0.0])
+    x, y = x.to(DEVICE), torch.empty(4096, device=DEVICE)
+    for stream, t in ((0, 1), (7, 70000), (2**31 + 11, 3)):
+        halves[(1,)](x, y, torch.tensor([stream], device=DEVICE), float(t), N=4096)
+        want = kernels.stochastic_half(x, torch.arange(4096, device=DEVICE), stream, t).float()
+        assert torch.equal(y.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_float16_masters_resume_exactly():
+    def trained(steps, resume_at=None):
+        named = parameters([((16, 64), "nvfp4:8x8", BF16), ((1000,), None, BF16)]) if not INTERPRETED and torch.cuda.is_available() else cpu_parameters()
+        optimizer = AdamW8bit(named, lr=1e-2, min_8bit_size=128, master_dtype=F16)
+        for i in range(steps):
+            if i == resume_at:
+                saved, order = optimizer.state_dict(), list(named)[::-1]
+                optimizer = AdamW8bit(order, lr=1e-2, min_8bit_size=128, master_dtype=F16)
+                optimizer.load_state_dict(saved)
+            generator = torch.Generator().manual_seed(i)
+            for _, p in named: p.main_grad = torch.randn(p.shape, generator=generator).to(p.device)
+            optimizer.step()
+        return [optimizer.master_of(p) for _, p in named]
+    for a, b in zip(trained(4), trained(4, resume_at=2)): assert torch.equal(a, b)
+
+
+def cpu_parameters():
+    generator = torch.Generator().manual_seed(5)
+    named = [("a", torch.nn.Parameter(torch.randn(16, 64, generator=generator).to(BF16))), ("b", torch.nn.Parameter(torch.randn(1000, generator=generator).to(BF16)))]
+    named[0][1].block_format = BlockFormat.parse("nvfp4:8x8")
+    return named
+
+
+def test_few_launches_for_many_tensors():
+    weights = [((64, 64), "nvfp4:8x8" if i % 3 else None, BF16 if i % 2 else F32) for i in range(500)]
+    named = [(f"p{i}", torch.nn.Parameter(torch.zeros(s, dtype=d))) for i, (s, _, d) in enumerate(weights)]
+    for (_, p), (_, fmt, _) in zip(named, weights):
+        if fmt: p.block_format = BlockFormat.parse(fmt)
+    optimizer = AdamW8bit(named, min_8bit_size=128)
+    arena = optimizer.inner.arenas[0]
+    members = arena.members(range(len(named)), optimizer._computes[0])
+    plan = kernels._plan(members, [torch.zeros(64, 64) for _ in named])
+    assert len(plan.launches) == 4 and sum(int(rows[:, 3].sum()) for _, rows in plan.launches) == len(arena.code[0])
+
+
+@needs_gpu
+def test_five_thousand_small_tensors():
+    weights = [((63 + 7 * (i % 50), 64), "nvfp4:8x8" if i % 5 == 0 else None, F32 if i % 2 else BF16) for i in range(5000)]
+    named = parameters(weights), parameters(weights)
+    one, two = (AdamW8bit(n, lr=1e-2) for n in named)
+    for i in range(2):
+        for n in named: feed(n, i)
+        step(one, "reference"); step(two, "triton")
+    compare(one, two, named)
