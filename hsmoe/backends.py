@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple
 import torch
 from fastcore.basics import patch
 
-# %% ../nbs/01_backends.ipynb #81f9ebc6
+# %% ../nbs/01_backends.ipynb #69b91826
 class BackendError(ValueError):
     "A backend that was asked for does not exist, cannot run here, or computes something else than the reference."
 
@@ -27,7 +27,7 @@ class Operation:
     """The implementations of one operation, by name; `reference` is the first (DESIGN decision 3).
 
     `check(run, device)` calls `run` and the reference on a small random input and returns a sentence where they differ, or None.
-    Calling the operation calls what `choose` has chosen for the device of the first tensor argument; without a choice, "auto" is chosen then."""
+    Calling the operation calls what `choose` has chosen for devices of the kind of its first argument; without a choice, "auto" is chosen then."""
     def __init__(self, name: str, reference: Callable, check: Callable):
         self.name, self.check = name, check
         self.backends, self.chosen = {"reference": Backend(reference, lambda device: None)}, {}
@@ -39,20 +39,24 @@ class Operation:
 
     def trouble(self, name: str, device) -> "str | None":
         "Why backend `name` must not be used on `device`, or None."
-        backend = self.backends[name]
-        device = torch.device(device)
+        if name == "reference": return None
+        backend, device = self.backends[name], torch.device(device)
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):      # a check leaves the caller's random numbers as they were
-                return backend.why_not(device) or (None if name == "reference" else self.check(backend.run, device))
-        except Exception as e: return f"its check failed with {type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
+                return backend.why_not(device) or self.check(backend.run, device)
+        except Exception as e:
+            message = str(e).strip().splitlines() or ["no message"]
+            return f"its check failed with {type(e).__name__}: {message[0]}"
 
-# %% ../nbs/01_backends.ipynb #6e44076a
+# %% ../nbs/01_backends.ipynb #ca502094
 @patch
 def choose(self: Operation, device="cpu", wanted: str = "auto", strict: bool = False) -> str:
     """Choose, check and remember the backend for a device; returns its name.
 
-    `wanted` is a name or "auto". `BackendError` where a named backend does not exist, cannot run or differs, or, with `strict`, where one that can run differs."""
+    `wanted` is a name or "auto". `BackendError` where there is no such device, where a named backend does not exist, cannot run
+    or differs, or, with `strict`, where one that can run differs."""
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available(): raise BackendError(f"{self.name} cannot run on {device}: PyTorch finds no GPU here")
     if wanted != "auto" and wanted not in self.backends:
         raise BackendError(f"backends.{self.name} = {wanted!r} does not exist; allowed are auto, {', '.join(self.backends)}")
     for name in [wanted] if wanted != "auto" else reversed(self.backends):
@@ -66,12 +70,15 @@ def choose(self: Operation, device="cpu", wanted: str = "auto", strict: bool = F
 
 @patch
 def __call__(self: Operation, x: torch.Tensor, *args, **kw):
+    if not isinstance(x, torch.Tensor): raise TypeError(f"{self.name} takes a tensor first, not {type(x).__name__}")
     kind = x.device.type
     if kind not in self.chosen: self.choose(x.device)
     return self.backends[self.chosen[kind]].run(x, *args, **kw)
 
 def choose_backends(device, wanted: dict = {}, strict: bool = False) -> dict:
-    "`choose` for every operation known, at the start of a run; `{operation: backend}`, which belongs in the run's record. Names that `wanted` lacks are \"auto\"."
+    """`choose` for every operation known, at the start of a run; `{operation: backend}`, which belongs in the run's record.
+
+    Names that `wanted` lacks are "auto". Errors: those of `choose`, and `BackendError` for an operation that does not exist."""
     unknown = sorted(set(wanted) - set(OPERATIONS))
     if unknown: raise BackendError(f"backends.{unknown[0]} names no operation; known are {', '.join(OPERATIONS)}")
     return {name: op.choose(device, wanted.get(name, "auto"), strict) for name, op in OPERATIONS.items()}

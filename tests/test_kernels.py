@@ -10,8 +10,9 @@ from hsmoe.quant.formats import ELEMENTS, BlockFormat, qdq as reference, scale_f
 from hsmoe.quant.kernels import QDQ, kernel_format, qdq, triton, triton_qdq
 
 FORMATS = ["nvfp4:1x16", "nvfp4:8x8", "nvfp4:16x16", "nvfp4:1x32", "nvfp4:16x8", "e1m2:8x8", "e1m3:8x8", "ue1m3:1x16", "mxfp4:1x32", "mxfp8_e4m3:1x32", "mxfp8_e4m3:1x32+ceil",
-           "mxfp8_e5m2:1x32", "mxfp8_e5m2:1x32+ceil", "ue5m3:1x32", "e5m3:1x32", "e5m3-ue5m3:8x8", "int8:1x32", "nvfp4:1x16+ts-90", "nvfp4:8x8+ts-12", "nvfp4:1x16+clip0.01~0.5"]
-SHAPES = [(2, 24, 64), (19, 48), (3, 9, 20), (37,), (1, 5), (1, 1)]      # even, and ending within a block in either direction
+           "mxfp8_e5m2:1x32", "mxfp8_e5m2:1x32+ceil", "ue5m3:1x32", "e5m3:1x32", "e5m3-ue5m3:8x8", "int8:1x32", "nvfp4:1x16+ts-90", "nvfp4:8x8+ts-12", "nvfp4:1x16+clip0.01~0.5",
+           "mxfp8_e4m3:1x32+ceil+ts-20"]                                         # steps whose reciprocal is no float32
+SHAPES = [(2, 24, 64), (17, 48), (2, 9, 20), (37,), (1, 5), (1, 1)]      # even, and ending within a block in either direction
 
 def values(shape, dtype, subnormal: bool):
     "Random numbers over many octaves, with whole blocks of zeros, single NaN and infinities, ties, and huge and tiny values."
@@ -32,7 +33,7 @@ def differing(name, dtype, device, subnormal) -> list:
     "Shapes and modes for which the kernel and the reference on the CPU differ."
     fmt, bad = BlockFormat.parse(name), []
     for shape in SHAPES:
-        for fixed in (None, scale_for(1.0, fmt)):
+        for fixed in (None, scale_for(1.0, fmt)) if device == "cuda" or shape in SHAPES[:2] else (None,):     # two shapes reach both kernels; the interpreter is slow
             x = values(shape, dtype, subnormal)
             want = reference(x, fmt, fixed)
             poisoned = torch.full(shape, -77.0, dtype=dtype, device=device)

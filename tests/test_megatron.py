@@ -9,7 +9,7 @@ from torch import nn
 from conftest import ROOT
 from hsmoe.optim.adamw8bit import AdamW8bit
 from hsmoe.optim.megatron import megatron_optimizer, on_cpu, why_no_megatron
-from hsmoe.quant.fake import QuantPolicy, quantize_model
+from hsmoe.quant.fake import QuantPolicy, quantize_model, write_compute_
 from hsmoe.quant.formats import BlockFormat, qdq
 
 pytestmark = [pytest.mark.skipif(why_no_megatron() is not None, reason=str(why_no_megatron())), pytest.mark.filterwarnings("ignore")]
@@ -101,6 +101,26 @@ def test_fp32_model_without_masters(core):
         opt.step(); ours.step()
     assert all(torch.equal(p, twin[n]) for n, p in model.named_parameters())
     assert isinstance(opt.chained_optimizers[0].state_dict()["codec"], str)
+
+
+@pytest.mark.parametrize("kind", [{}, {"norm_dtype": torch.float32}])
+def test_a_kernel_that_writes_the_weights_in_its_pass_gets_them(core, monkeypatch, kind):
+    "What a kernel on a GPU is handed: each master with its own compute weight, None for an fp32 parameter, and the same plan in every step."
+    import hsmoe.optim.adamw8bit as own
+    sets = []
+    def kernel(code, members, grads, group, t):
+        assert all(p is None or p.main_param is m for p, m in zip(members.computes, members.masters, strict=True))
+        sets.append(members)
+        own._reference_step(code, members, grads, group, t)
+        for p, m in zip(members.computes, members.masters):
+            if p is not None: write_compute_(p, m)
+        return []
+    (model, opt), (twin, reference) = ((m, megatron_optimizer([m], settings(core), min_8bit_size=0)) for m in (net(**kind), net(**kind)))
+    run(twin, reference, 0, 2)
+    monkeypatch.setattr(own, "ADAMW", kernel)
+    run(model, opt, 0, 2)
+    assert len(sets) == 4 and sets[:2] == sets[2:] and sum(p is None for m in sets[:2] for p in m.computes) == (2 if kind else 0)
+    assert same(masters(model), masters(twin)) and same(model.parameters(), twin.parameters())
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4:8x8", "nvfp4:1x16", "e1m3:8x8", "mxfp8_e4m3:1x32"])

@@ -228,6 +228,13 @@ def test_setup_env_dry_run(root, pins, tmp_path, manager, device):
     assert "://" not in done.stdout
 
 
+@pytest.mark.parametrize("python, wanted", [("3.10", False), ("3.12", (sys.platform, platform.machine()) == ("linux", "x86_64"))])
+def test_setup_env_leaves_triton_out_where_the_pinned_one_has_no_build(root, tmp_path, python, wanted):
+    done = script(root, "setup_env.sh", "--manager", "conda", "--python", python, "--venv", str(tmp_path / "env"), "--dry-run", **NO_PIP_SETTINGS)
+    assert done.returncode == 0, done.stderr
+    assert ("triton==" in done.stdout) == wanted
+
+
 @pytest.mark.parametrize("manager", ["pip", "uv", "conda"])
 @pytest.mark.parametrize("device", ["cpu", "cu128"])
 def test_setup_env_takes_torch_from_a_folder(root, tmp_path, manager, device):

@@ -1,12 +1,13 @@
 """Larger blocks for weights and activations, smaller ones for the optimiser, in the middle of a run (SPEC Q-10): training goes on, weights are on the new grid, and a resume is exact."""
-import math
+import copy, json, math
 
 import pytest
 import torch
 
 from hsmoe.config import load_config
+from hsmoe.optim.adamw8bit import AdamW8bit
 from hsmoe.optim.recut import blockwise_of, dominated_blocks, halve_blocks
-from hsmoe.quant.fake import block_formats, enlarge_blocks
+from hsmoe.quant.fake import block_formats, enlarge_blocks, larger_blocks
 from hsmoe.quant.formats import BlockFormat, qdq
 from hsmoe.train.loop import Run, TrainingError, load_run, run_training, train_step
 
@@ -73,6 +74,44 @@ def test_training_goes_on_and_resumes_exactly(tmp_path, small_overrides, small_c
     assert all(torch.equal(a, b) for a, b in zip(moments(run), moments(resumed)))
     resumed.close()
     assert blocks_of(load_run(tmp_path / "run")[0]) == blocks_of(model)
+
+
+def test_an_earlier_checkpoint_brings_the_small_blocks_back(tmp_path, small_overrides, small_corpus):
+    "What a guard does that gives up larger blocks: the live state takes all of the checkpoint, block sizes included, and goes on as before."
+    state = Run(load_config("tiny", small_overrides + FEW), tmp_path / "run", small_corpus).state
+    train_step(state)
+    saved, formats = copy.deepcopy(state.state_dict()), block_formats(state.model)
+    on = [train_step(state).loss for _ in range(2)]
+    coming = larger_blocks(state.model)
+    assert block_formats(state.model) == formats and not coming["weights"].keys() - formats["weights"].keys()
+    changed = enlarge_blocks(state.model, state.optimizer)
+    assert {n: new for n, (_, new) in changed.items()} == coming["weights"] | coming["sites"] and halve_blocks(state.optimizer) == 128
+    train_step(state)
+    state.load_state_dict(saved)
+    assert block_formats(state.model) == formats and blockwise_of(state.optimizer).block_size == 256
+    assert [train_step(state).loss for _ in range(2)] == on
+    with pytest.raises(ValueError, match="has no master in this optimiser: give the one that trains this model"):
+        enlarge_blocks(state.model, AdamW8bit([torch.nn.Parameter(torch.zeros(2))]))
+    assert block_formats(state.model) == formats
+
+
+def test_a_checkpoint_with_blocks_that_the_configuration_does_not_know(tmp_path, small_overrides, small_corpus):
+    run = Run(load_config("tiny", small_overrides + FEW), tmp_path / "run", small_corpus)
+    train_step(run.state)
+    run.save(); run.close()
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["quant"]["weight_format"] = None
+    path.write_text(json.dumps(config))
+    with pytest.raises(TrainingError, match="does not fit the configuration in .*is not quantised in this model$"): load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("length", ["3 steps", "0.05 minutes"])
+def test_a_backend_that_cannot_be_had_is_refused_before_anything_is_made(tmp_path, monkeypatch, small_overrides, length):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainingError, match="^backends.adamw8bit = 'triton' cannot be used on cpu: .*; set it to reference$"):
+        run_training("tiny", [*small_overrides, f"train.length={length}", "train.device=cpu", "backends.adamw8bit=triton"], run_dir=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_muon_resumes_exactly_and_refuses_another_optimiser(hsmoe_cli, tmp_path, small_overrides, small_corpus):

@@ -166,7 +166,22 @@ def _stochastic_half(x, index, key):
     y = tl.where(x < 0, -y, y)
     return tl.where(tl.abs(x) < float("inf"), y, x)
 
-# %% ../../nbs/59_optim.kernels.ipynb #c66271cc
+# %% ../../nbs/59_optim.kernels.ipynb #31d62514
+@kernel
+def _places(first, count, col0, unit, per_unit, stride, end, P: constexpr, H: constexpr, T: constexpr, C: constexpr, BLOCK: constexpr, MASKED: constexpr, ALIGN: constexpr):
+    # for T tiles from number `first` of a program: which exist, where their elements lie, which of these do, their tile row and column, and where their codes lie
+    h, e = tl.arange(0, P * H)[:, None, None], tl.arange(0, 128)[None, None, :]
+    t = first + tl.arange(0, T)[None, :, None]
+    over = (((col0 + t).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
+    col = col0 + t - over * unit
+    at = (over * (P * H * 128 // C) + h * (128 // C) + e // C) * stride + (col * C + e % C)
+    at = tl.max_contiguous(tl.multiple_of(at, (1, 1, ALIGN)), (1, 1, ALIGN))
+    alive = t < count
+    inside = alive & (at < end) if MASKED else alive
+    block = (over * P + h // H) * unit + col
+    pos = tl.max_contiguous(tl.multiple_of(block * BLOCK + (h % H) * 128 + e, (1, 1, 4)), (1, 1, 4))
+    return alive, at, inside, over, col, block, pos
+
 @kernel
 def _adamw8bit(entries, programs, code_m, code_v, scale_m, scale_v, book_m, book_v, table_m, table_v, shrink,
                decay, weight1, beta2, weight2, correction, eps, rate, step,
@@ -183,52 +198,43 @@ def _adamw8bit(entries, programs, code_m, code_v, scale_m, scale_v, book_m, book
     g_at = tl.multiple_of(tl.load(param + 1).to(tl.pointer_type(GRAD)) + base, GRAD.primitive_bitwidth // 8 * ALIGN)
     if COMPUTE is not None:
         c_at = tl.multiple_of(tl.load(param + 2).to(tl.pointer_type(COMPUTE)) + base, COMPUTE.primitive_bitwidth // 8 * ALIGN)
-    if MASKED:
-        end = tl.load(param + 6) - base
+    end = tl.load(param + 6) - base
     if MASTER == tl.float16:
         key = _mix_kernel(_mix_kernel(tl.load(param + 7).to(tl.uint32)) + tl.cast(step, tl.uint32))
     per_unit = 1.0 / unit.to(tl.float32)
-    h, e = tl.arange(0, P * H)[:, None, None], tl.arange(0, 128)[None, None, :]
+    code_m, code_v = code_m + row * BLOCK, code_v + row * BLOCK
 
+    # the numbers of the next tiles are under way while these are worked on
+    alive, at, inside, over, col, block, pos = _places(0, count, col0, unit, per_unit, stride, end, P, H, T, C, BLOCK, MASKED, ALIGN)
+    next_qm, next_qv = tl.load(code_m + pos, alive, 0), tl.load(code_v + pos, alive, 0)
+    next_w, next_g = tl.load(w_at + at, inside, 0.0), tl.load(g_at + at, inside, 0.0)
     for first in range(0, count, T):
-        # where the elements lie: tile t of the program is in tile row `over` and tile column `col`
-        t = first + tl.arange(0, T)[None, :, None]
-        over = (((col0 + t).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
-        col = col0 + t - over * unit
-        at = (over * (P * H * RL) + h * RL + e // C) * stride + (col * C + e % C)
-        at = tl.max_contiguous(tl.multiple_of(at, (1, 1, ALIGN)), (1, 1, ALIGN))
-        alive = t < count
-        mask = alive
-        if MASKED:
-            mask = alive & (at < end)
-        # and where their states lie
-        block = (over * P + h // H) * unit + col
-        pos = tl.max_contiguous(tl.multiple_of(block * BLOCK + (h % H) * 128 + e, (1, 1, 4)), (1, 1, 4))
-        m_at, v_at = code_m + row * BLOCK + pos, code_v + row * BLOCK + pos
-
-        qm, qv = tl.load(m_at, alive, 0).to(tl.int32), tl.load(v_at, alive, 0).to(tl.int32)
-        w, g = tl.load(w_at + at, mask, 0.0).to(tl.float32), tl.load(g_at + at, mask, 0.0).to(tl.float32)
+        qm, qv, w, g = next_qm.to(tl.int32), next_qv.to(tl.int32), next_w.to(tl.float32), next_g.to(tl.float32)
+        alive, at, inside, over, col, block, pos = _places(first + T, count, col0, unit, per_unit, stride, end, P, H, T, C, BLOCK, MASKED, ALIGN)
+        next_qm, next_qv = tl.load(code_m + pos, alive, 0), tl.load(code_v + pos, alive, 0)
+        next_w, next_g = tl.load(w_at + at, inside, 0.0), tl.load(g_at + at, inside, 0.0)
+        alive, at, inside, over, col, block, pos = _places(first, count, col0, unit, per_unit, stride, end, P, H, T, C, BLOCK, MASKED, ALIGN)
         m, v = _decode(qm, qv, scale_m, scale_v, row + block, alive, book_m, book_v, DYNAMIC)
 
         m = tl.fma(g - m, weight1, m)
-        v = tl.fma(g * weight2, g, v * beta2)
+        v = tl.fma(g * g, weight2, v * beta2)
         root = _sqrt(v)
         w = tl.fma(_divide(m, root * correction + eps), rate, w * decay)
         if MASTER == tl.float16:
             w = _stochastic_half(w, (base + at).to(tl.uint32), key)
-        tl.store(w_at + at, w.to(MASTER), mask)
+        tl.store(w_at + at, w.to(MASTER), inside)
         if COMPUTE is not None:
             x = w if F is None else _on_grid(w, F, FR, FC, P * H, T, RL, C)
-            tl.store(c_at + at, x.to(COMPUTE), mask)
+            tl.store(c_at + at, x.to(COMPUTE), inside)
 
         over4, col4, live4 = tl.reshape(over, (1, 1, T, 1)), tl.reshape(col, (1, 1, T, 1)), tl.reshape(alive, (1, 1, T, 1))
         s_at = row + (over4 * P + tl.arange(0, P)[:, None, None, None]) * unit + col4
         qm, qv = _encode(m, v, root, scale_m, scale_v, s_at, live4, table_m, table_v, shrink, DYNAMIC, P, H, T)
-        tl.store(m_at, qm.to(code_m.dtype.element_ty), alive)
-        tl.store(v_at, qv.to(code_v.dtype.element_ty), alive)
+        tl.store(code_m + pos, qm.to(code_m.dtype.element_ty), alive)
+        tl.store(code_v + pos, qv.to(code_v.dtype.element_ty), alive)
 
-# %% ../../nbs/59_optim.kernels.ipynb #fd6c9909
-TILES, WARPS, ROUNDS = 1, 1, 8   # state blocks that a program holds at a time, its warps, and how often it takes new ones
+# %% ../../nbs/59_optim.kernels.ipynb #a1261335
+TILES, WARPS, ROUNDS = 1, 1, 4   # state blocks that a program holds at a time, its warps, and how often it takes new ones
 
 _TYPES = {getattr(torch, name): getattr(tl, name) for name in ("float32", "bfloat16", "float16")} if tl else {}
 
@@ -249,11 +255,14 @@ def _programs(layout, pairs, number):
     rest = [] if layout.tile or whole == layout.n_blocks else [[number, whole, 0, 1]]
     return rows, rest
 
+def _sizes(tensors): return list(map(torch.Tensor.numel, tensors)), list(map(torch.Tensor.get_device, tensors))
+
 class Members:
     "Parameters of one arena that take a step together, their compute weights (None where there is none), and the `plan` of a kernel for them."
     def __init__(self, arena, masters, computes):
         self.arena, self.masters, self.computes, self.plan = arena, masters, computes, None
         self.apart = [i for i, c in enumerate(computes) if c is not None]
+        self.written, self.sizes = [computes[i] for i in self.apart], _sizes(masters)
 
 class _Plan:
     "The launches for `Members`: what is compiled, and which program does what. Everything but the addresses, which may change from step to step."
@@ -280,8 +289,7 @@ class _Plan:
         self.launches = [(_constants(arena, *key), torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(arena.code[0].device)) for key, rows in launches.items()]
 
     def place(self, addresses, device):
-        "Sends the addresses of this step to the device, where they have changed."
-        if self.addresses is not None and np.array_equal(addresses, self.addresses): return
+        "Sends the addresses of this step to the device."
         self.addresses, self.table[:, :3] = addresses, addresses.T
         host = torch.from_numpy(self.table.copy())
         self.params = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
@@ -291,7 +299,7 @@ def _constants(arena, master, grad, compute, fmt, cols, pairs, masked, align):
     return dict(MASTER=_TYPES[master], GRAD=_TYPES[grad], COMPUTE=_TYPES.get(compute), F=fmt and kernel_format(fmt), FR=fmt.block[0] if fmt else 1, FC=fmt.block[1] if fmt else 1,
                 DYNAMIC=isinstance(arena.maps[0], DynamicMap), BLOCK=arena.code[0].shape[1], C=cols, P=pairs, T=TILES, MASKED=masked, ALIGN=align)
 
-# %% ../../nbs/59_optim.kernels.ipynb #a35f7974
+# %% ../../nbs/59_optim.kernels.ipynb #9177a4c6
 _PLACED = {}
 
 def _tables(codec, device):
@@ -308,15 +316,18 @@ _dtype = torch.Tensor.dtype.__get__
 def _addresses(tensors): return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 def _plan(members, grads):
-    "The plan for these gradients, old or new, with their addresses in place."
-    computes = [members.computes[i] for i in members.apart]
+    "The plan for these gradients, old or new, with their addresses in place. What lies where it did is not checked again, and gradients that moved only for size and device."
+    written, plan = members.written, members.plan
     addresses = np.zeros((3, len(grads)), np.int64)
-    addresses[0], addresses[1], addresses[2, members.apart] = _addresses(members.masters), _addresses(grads), _addresses(computes)
-    kinds = (list(map(_dtype, grads)), list(map(_dtype, computes)), list(map(torch.Tensor.is_contiguous, computes)),
-             [getattr(c, "block_format", None) for c in computes], (addresses % 16 == 0).all(0).tolist())
-    if members.plan is None or members.plan.kinds != kinds: members.plan = _Plan(members, kinds)
-    members.plan.place(addresses, members.arena.code[0].device)
-    return members.plan
+    addresses[0], addresses[1], addresses[2, members.apart] = map(_addresses, (members.masters, grads, written))
+    kinds = (list(map(_dtype, grads)), list(map(_dtype, written)), list(map(torch.Tensor.is_contiguous, written)),
+             [getattr(c, "block_format", None) for c in written], (addresses % 16 == 0).all(0).tolist())
+    known = plan is not None and plan.kinds == kinds
+    weights, gradients, compute_weights = (addresses != plan.addresses).any(1).tolist() if known else (True, True, True)
+    if weights or compute_weights or gradients and _sizes(grads) != members.sizes: members.arena.check(members.masters, grads, members.computes)
+    if not known: plan = members.plan = _Plan(members, kinds)
+    if weights or gradients or compute_weights: plan.place(addresses, members.arena.code[0].device)
+    return plan
 
 def triton_step(code, members, grads, group, t: int) -> list:
     """Step number `t` of AdamW on `members.masters` with these gradients and the settings of `group`, in one pass over memory (SPEC Q-06, O-01).
@@ -327,7 +338,8 @@ def triton_step(code, members, grads, group, t: int) -> list:
     plan = _plan(members, grads)
     (beta1, beta2), lr = group["betas"], group["lr"]
     numbers = dict(decay=1 - lr * group["weight_decay"], weight1=1 - beta1, beta2=beta2, weight2=1 - beta2,
-                   correction=float(np.float32(1) / np.float32((1 - beta2**t) ** 0.5)), eps=group["eps"], rate=-lr / (1 - beta1**t), step=float(t))
+                   correction=np.float32(1) / np.float32((1 - beta2**t) ** 0.5), eps=group["eps"], rate=-lr / (1 - beta1**t), step=t)
+    numbers = {name: float(x) for name, x in numbers.items()}            # a learning rate may be an int or a tensor
     dynamic = isinstance(arena.maps[0], DynamicMap)
     (book_m, cell_m), (book_v, cell_v) = (_tables(c, code.device) for c in arena.maps) if dynamic else (arena.scale, arena.scale)
     with torch.cuda.device(code.device) if code.is_cuda else nullcontext():

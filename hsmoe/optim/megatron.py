@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['why_no_megatron', 'megatron_optimizer', 'on_cpu']
 
-# %% ../../nbs/65_optim.megatron.ipynb #31eb0a2d
+# %% ../../nbs/65_optim.megatron.ipynb #00da9ee0
 import copy
 import dataclasses
 import importlib.util
+from functools import cached_property
 import torch
 from torch.overrides import TorchFunctionMode
 from .adamw8bit import BlockwiseAdamW
@@ -42,17 +43,19 @@ def _refusal(config, model_chunks) -> "str | None":
             if getattr(p, "block_format", None) and p.dtype == torch.float32:
                 return f"parameter {name} has format {p.block_format.name} and is float32, of which Megatron keeps no master; convert the model to bf16 first (Float16Module)"
 
-# %% ../../nbs/65_optim.megatron.ipynb #ae9cb567
+# %% ../../nbs/65_optim.megatron.ipynb #f447f746
 def _shard_state(param, tensor, name):
     "`tensor`, a state of the model's sharded tensor `param`, as a sharded tensor of its own shape."
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     if not name.endswith(("_code", "_scale")): return make_sharded_optimizer_tensor(param, tensor, prefix=f"optimizer.state.{name}")
     n = getattr(param, "prepend_axis_num", 0)
     if not hasattr(param, "global_shape") or tuple(param.local_shape) != tuple(param.global_shape[n:]):
-        raise ValueError(f"the 8-bit states of {param.key} cannot go into a sharded checkpoint, since the parameter is cut and its blocks are not; save state_dict() of each rank instead")
+        raise ValueError(f"the 8-bit states of {param.key} cannot go into a sharded checkpoint, since the parameter is cut and its blocks are not; "
+                         "save state_dict() of each rank instead")
     whole, shape = (0,) * tensor.ndim, tuple(tensor.shape)
-    return dataclasses.replace(param, key=f"optimizer.state.{name}.{param.key}", data=tensor, dtype=tensor.dtype, local_shape=shape, global_shape=(*param.global_shape[:n], *shape),
-                               global_offset=(*param.global_offset[:n], *whole), axis_fragmentations=(*param.axis_fragmentations[:n], *(1 for _ in whole)), allow_shape_mismatch=False)
+    return dataclasses.replace(param, key=f"optimizer.state.{name}.{param.key}", data=tensor, dtype=tensor.dtype, local_shape=shape,
+                               global_shape=(*param.global_shape[:n], *shape), global_offset=(*param.global_offset[:n], *whole),
+                               axis_fragmentations=(*param.axis_fragmentations[:n], *(1 for _ in whole)), allow_shape_mismatch=False)
 
 class _Blockwise:
     "Put before the class of a Megatron wrapper whose inner optimiser is `BlockwiseAdamW`."
@@ -88,12 +91,17 @@ class _BlockwiseFloat16(_Blockwise):
 
     def _copied(self): return [(p, m) for ps, ms in zip(self.float16_groups, self.fp32_from_float16_groups) for p, m in zip(ps, ms)]
 
+    @cached_property
+    def _computes(self):
+        "For each group of the inner optimiser the compute weight of each of its parameters, None for an fp32 parameter of the model."
+        model = {m: p for p, m in self._copied()}
+        return [[model.get(p) for p in g["params"]] for g in self.optimizer.param_groups]
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         "Update and write the weights; one pass where the device has a kernel for it."
-        model, masters = {m: p for p, m in self._copied()}, self.get_parameters()
-        left = self.optimizer.advance([m.grad for m in masters], [model.get(m) for m in masters])
-        for i in left: write_compute_(model[masters[i]], masters[i])
+        masters, computes = self.get_parameters(), [p for ps in self._computes for p in ps]
+        for i in self.optimizer.advance([m.grad for m in masters], self._computes): write_compute_(computes[i], masters[i])
         return True
 
     @torch.no_grad()
@@ -111,7 +119,7 @@ class _BlockwiseFloat16(_Blockwise):
         super().load_state_dict(state_dict | {"fp32_from_fp16_params": masters})
         self._copy_main_params_to_model_params()
 
-# %% ../../nbs/65_optim.megatron.ipynb #aefa8c6e
+# %% ../../nbs/65_optim.megatron.ipynb #2792be42
 def _take_over(made, config, **kw):
     "A wrapper that Megatron has built, as one with a `BlockwiseAdamW` on the same fp32 parameters; a rank without parameters keeps its empty one."
     if made.is_stub_optimizer: return made
@@ -150,12 +158,15 @@ def megatron_optimizer(
     from megatron.core.optimizer import get_megatron_optimizer
     chain = get_megatron_optimizer(config, model_chunks, **kw)
     maps = kinds[quant_map](True), kinds[quant_map](False)
-    chain.chained_optimizers = [_take_over(made, config, maps=maps, block_size=block_size, min_8bit_size=min_8bit_size) for made in chain.chained_optimizers]
+    ours = dict(maps=maps, block_size=block_size, min_8bit_size=min_8bit_size)
+    chain.chained_optimizers = [_take_over(made, config, **ours) for made in chain.chained_optimizers]
     return chain
 
-# %% ../../nbs/65_optim.megatron.ipynb #d4e68e32
+# %% ../../nbs/65_optim.megatron.ipynb #7119c2ea
 class on_cpu(TorchFunctionMode):
-    "Context in which Megatron Core's optimizers, DDP, checkpoints and local GPT layers run on the CPU: `device=\"cuda\"` means the CPU, and types of tensors read `torch.cuda.…`."
+    """Context in which Megatron Core's optimizers, DDP, checkpoints and local GPT layers run on the CPU.
+
+    `device="cuda"` means the CPU, and types of tensors read `torch.cuda.…`."""
     _answers = {"current_device": lambda: torch.device("cpu"), "synchronize": lambda: None}
 
     def __enter__(self):

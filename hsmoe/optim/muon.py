@@ -75,7 +75,7 @@ def muon_pieces(model, per_head: bool = True) -> dict:
             pieces[f"{prefix}.{name}"] = (R // rows, C // columns)
     return pieces
 
-# %% ../../nbs/64_optim.muon.ipynb #1e21d0b3
+# %% ../../nbs/64_optim.muon.ipynb #7324b9ef
 class _MuonMasters(MasterOptimizer):
     "`PiecewiseMuon` on masters, which are cut as their parameters."
     def _adopt(self, p):
@@ -87,11 +87,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the parameters named in `pieces`, an AdamW for the others, both on fp32 masters (SPEC S-04); the interface of `MasterOptimizer`.
 
     `groups`: mappings with `params` = (name, parameter) pairs and settings such as `weight_decay`. `pieces`: (rows, columns) by name, as from `muon_pieces`.
-    `adamw(groups)` makes the optimiser of the rest. `ValueError` for a name in `pieces` that is no parameter's; `ImportError` without torch.optim.Muon."""
+    `adamw(groups)` makes the optimiser of the rest. `ValueError` for a name in `pieces` that is no parameter's, and where one of the two
+    would have nothing to move; `ImportError` without torch.optim.Muon."""
     def __init__(self, groups, pieces: dict, adamw=AdamW8bit, *, lr=3e-4, momentum=0.95):
         groups = [dict(g, params=list(g["params"])) for g in groups]
         unknown = pieces.keys() - {n for g in groups for n, _ in g["params"]}
         if unknown: raise ValueError(f"Muon was given pieces for {min(unknown)!r}, which is no parameter of the groups")
+        given = sum(len(g["params"]) for g in groups)
+        if not 0 < len(pieces) < given: raise ValueError(f"Muon was given pieces for {len(pieces)} of {given} parameters; each of the two optimisers needs one at least")
         for g in groups:
             for n, p in g["params"]:
                 if n in pieces: p.muon_piece = pieces[n]
@@ -109,10 +112,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         "One update of every parameter that has a gradient; returns the closure's loss."
-        loss = None
-        if closure is not None:
-            with torch.enable_grad(): loss = closure()
-        for part in self.parts.values(): part.step()
+        loss = self.parts["muon"].step(closure)           # the closure computes the gradients of both
+        self.parts["adamw"].step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True):
@@ -125,7 +126,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @property
     def names(self) -> list: return [n for part in self.parts.values() for n in part.names]
     def named_masters(self): return [pair for part in self.parts.values() for pair in part.named_masters()]
-    def master_of(self, p): return self.parts["muon" if hasattr(p, "muon_piece") else "adamw"].master_of(p)
+    def master_of(self, p): return self.parts["muon" if p in self.parts["muon"]._masters else "adamw"].master_of(p)
 
     def state_bytes(self) -> int:
         "Bytes of momentum, moments and their scales; masters, step counts and constant code books not counted."

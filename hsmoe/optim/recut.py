@@ -13,7 +13,7 @@ import torch
 from .adamw8bit import BlockwiseAdamW
 from .blockwise import BlockLayout
 
-# %% ../../nbs/66_optim.recut.ipynb #08d9a606
+# %% ../../nbs/66_optim.recut.ipynb #8b5325b8
 class Domination(NamedTuple):
     "Shares of the blocks that are not all zero in which one element outweighs all others, and how many such blocks there are (of the second moment)."
     exp_avg: float
@@ -32,7 +32,9 @@ def blockwise_of(opt) -> Optional[BlockwiseAdamW]:
 
 @torch.no_grad()
 def dominated_blocks(opt) -> Optional[Domination]:
-    "How many blocks of an optimiser's 8-bit moments one element dominates; None where it has none. Reads all states: for a run in trouble, not for every step (SPEC Q-10)."
+    """What share of the blocks of an optimiser's 8-bit moments one element dominates; None where it has none (SPEC Q-10).
+
+    Reads all states: for a run in trouble, not for every step."""
     inner, counts = blockwise_of(opt), [[0, 0], [0, 0]]
     if inner is None: return None
     for group in inner.param_groups:
@@ -45,9 +47,11 @@ def dominated_blocks(opt) -> Optional[Domination]:
     (m, m_blocks), (v, v_blocks) = counts
     return Domination(m / max(1, m_blocks), v / max(1, v_blocks), v_blocks)
 
-# %% ../../nbs/66_optim.recut.ipynb #bc217479
+# %% ../../nbs/66_optim.recut.ipynb #db807075
 def halve_blocks(opt) -> Optional[int]:
-    "Halve the blocks of an optimiser's 8-bit states, between two steps; returns the new size, or None where nothing can be halved: 128 is the smallest, and other states have no such blocks (SPEC Q-10)."
+    """Halve the blocks of an optimiser's 8-bit states, between two steps; returns the new size (SPEC Q-10).
+
+    None, and nothing is changed, where nothing can be halved: 128 is the smallest, and other states have no such blocks."""
     inner = blockwise_of(opt)
     if inner is None or inner.block_size <= 128: return None
     opt.set_block_size(inner.block_size // 2)

@@ -6,8 +6,8 @@
 __all__ = ['MODES', 'WEIGHT_GLOBS', 'FEATURE_BLOCKS', 'OPTIONAL_BLOCKS', 'ATTENTION_BLOCKS', 'SITE_BLOCKS', 'WEIGHT_LADDER',
            'SITE_LADDER', 'fake_quant', 'QuantSite', 'named_sites', 'QuantPolicy', 'make_policy', 'policy_5b',
            'policy_off', 'write_compute_', 'quantize_model', 'SiteRow', 'site_stats', 'observing', 'revise_sites',
-           'freeze_sites', 'block_formats', 'set_block_formats', 'enlarge_blocks', 'FakeQuant', 'use_fake_quant',
-           'code_flip_rate', 'QuantRow', 'quant_summary']
+           'freeze_sites', 'block_formats', 'set_block_formats', 'larger_blocks', 'enlarge_blocks', 'FakeQuant',
+           'use_fake_quant', 'code_flip_rate', 'QuantRow', 'quant_summary']
 
 # %% ../../nbs/12_quant.fake.ipynb #7cda1ca9
 import difflib
@@ -298,7 +298,7 @@ def freeze_sites(model: nn.Module, mode: str = "static_tensor") -> int:
     for m, own, scale in plan: m._set_mode(own, scale)
     return len(plan)
 
-# %% ../../nbs/12_quant.fake.ipynb #fd4fd54c
+# %% ../../nbs/12_quant.fake.ipynb #673efb0b
 WEIGHT_LADDER = ((8, 8), (16, 8), (16, 16))
 SITE_LADDER = ((1, 16), (1, 32), (1, 64))
 
@@ -327,17 +327,29 @@ def set_block_formats(model: nn.Module, formats: dict, optimizer=None) -> list:
     """Give parameters and sites of a live model the formats of `block_formats`, in place; returns the names that changed. Between steps only.
 
     `optimizer`: a `MasterOptimizer` or anything with `master_of(p)`, from whose masters the compute weights are written; without one they are written from `p.master`, and a parameter
-    without a master keeps its values (they are about to be loaded). `ValueError`, nothing changed, for a name that is not quantised in this model, or an activation block of several rows."""
+    without a master keeps its values (they are about to be loaded). `ValueError`, nothing changed, for a name that is not quantised in this model or whose master the optimiser
+    does not hold, a weight format that is not exact in the parameter's dtype, or an activation block of several rows."""
     params, sites = {n: p for n, p, *_ in _tagged(model)}, {n: m for n, m in named_sites(model) if m.fmt}
     for kind, there in (("weights", params), ("sites", sites)):
-        for n in formats[kind].keys() - there.keys(): raise ValueError(f"{n} has the format {formats[kind][n]} in what is to be restored, and is not quantised in this model")
+        for n in sorted(formats[kind].keys() - there.keys()):
+            raise ValueError(f"{n} has the format {formats[kind][n]} in what is to be restored, and is not quantised in this model")
     wanted = {n: BlockFormat.parse(f) for kind in ("weights", "sites") for n, f in formats[kind].items()}
     for n in formats["sites"]: _one_row(wanted[n], f"site {n}")
+    for n in formats["weights"]:
+        if not wanted[n].is_exact_in(params[n].dtype):
+            raise ValueError(f"parameter {n}: format {wanted[n].name} is not exact in {params[n].dtype}, which a compute copy must be")
     changed = [n for n, fmt in wanted.items() if fmt != (params[n].block_format if n in params else sites[n].fmt)]
+    masters = {n: _master(n, params[n], optimizer) for n in changed if n in params}
     for n in changed:
         if n in sites: sites[n]._set_block(wanted[n])
-        else: _retag(params[n], wanted[n], optimizer.master_of(params[n]) if optimizer else getattr(params[n], "master", None))
+        else: _retag(params[n], wanted[n], masters[n])
     return changed
+
+def _master(n, p, optimizer):
+    "The master of parameter `n`: the optimiser's, or without one its own, or None."
+    if optimizer is None: return getattr(p, "master", None)
+    try: return optimizer.master_of(p)
+    except KeyError: raise ValueError(f"parameter {n} has no master in this optimiser: give the one that trains this model") from None
 
 def _retag(p, fmt, master):
     p.block_format = fmt
@@ -345,23 +357,24 @@ def _retag(p, fmt, master):
     if hasattr(master, "block_format"): master.block_format = fmt
     write_compute_(p, master)
 
-def enlarge_blocks(model: nn.Module, optimizer=None) -> dict:
-    """Enlarge the blocks of weights (8×8, 16×8, 16×16) and of feature sites (1×16, 1×32, 1×64) by one step; returns {name: (old, new)} (SPEC Q-10).
+def larger_blocks(model: nn.Module) -> dict:
+    """The next larger blocks of weights (8×8, 16×8, 16×16) and of feature sites (1×16, 1×32, 1×64), as `block_formats`; nothing is changed (SPEC Q-10).
 
-    Between steps only. What is at the end of its ladder, or has a block outside it, stays; so does a parameter whose matrices the larger block would join.
+    Left out is what is at the end of its ladder or has a block outside it, and a parameter whose matrices the larger block would join."""
+    weights = {n: fmt.name for n, p, m, name in _tagged(model) if (fmt := _larger(p.block_format, WEIGHT_LADDER)) and not _crosses(m, name, p, fmt)}
+    features = ((n, m) for n, m in named_sites(model) if m.fmt and n.rpartition(".")[2] not in ATTENTION_BLOCKS)
+    return dict(weights=weights, sites={n: fmt.name for n, m in features if (fmt := _larger(m.fmt, SITE_LADDER))})
+
+def enlarge_blocks(model: nn.Module, optimizer=None) -> dict:
+    """Give a live model its `larger_blocks`; returns {name: (old, new)}, empty where all ladders are at their end. Between steps only (SPEC Q-10).
+
     `optimizer` as in `set_block_formats`; `ValueError`, nothing changed, where it is missing and an optimiser has adopted the masters."""
-    old = block_formats(model)
-    new = dict(weights={}, sites={})
-    for n, p, m, name in _tagged(model):
-        fmt = _larger(p.block_format, WEIGHT_LADDER)
-        if fmt is None or _crosses(m, name, p, fmt): continue
-        if optimizer is None and not hasattr(p, "master"): raise ValueError(f"parameter {n} has no master any more: give enlarge_blocks the optimiser that adopted it")
-        new["weights"][n] = fmt.name
-    for n, site in named_sites(model):
-        fmt = site.fmt and n.rpartition(".")[2] not in ATTENTION_BLOCKS and _larger(site.fmt, SITE_LADDER)
-        if fmt: new["sites"][n] = fmt.name
-    both = new["weights"] | new["sites"]
-    return {n: ((old["weights"] | old["sites"])[n], both[n]) for n in set_block_formats(model, new, optimizer)}
+    old, new = block_formats(model), larger_blocks(model)
+    for n in new["weights"]:
+        if optimizer is None and not hasattr(model.get_parameter(n), "master"):
+            raise ValueError(f"parameter {n} has no master any more: give enlarge_blocks the optimiser that adopted it")
+    set_block_formats(model, new, optimizer)
+    return {n: (old[kind][n], fmt) for kind in new for n, fmt in new[kind].items()}
 
 # %% ../../nbs/12_quant.fake.ipynb #71489cbc
 class FakeQuant(nn.Module):

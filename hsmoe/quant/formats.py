@@ -6,9 +6,11 @@
 __all__ = ['ELEMENTS', 'SCALES', 'FORMATS', 'ALIASES', 'Codebook', 'element_codes', 'round_to_element', 'round_to_scale',
            'BlockFormat', 'qdq', 'scale_for', 'quantize', 'dequantize', 'scale_stats']
 
-# %% ../../nbs/10_quant.formats.ipynb #a11ab6ec
+# %% ../../nbs/10_quant.formats.ipynb #1b6c0015
 import difflib
 import math
+import numbers
+import operator
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# %% ../../nbs/10_quant.formats.ipynb #b38cdf2c
+# %% ../../nbs/10_quant.formats.ipynb #379ca35d
 class Codebook(NamedTuple):
     "How a code of a few bits stands for a number."
     bits: int          # storage of one code
@@ -49,10 +51,18 @@ ELEMENTS = dict(
 SCALES = dict(e4m3=ELEMENTS["e4m3"], ue5m3=ELEMENTS["ue5m3"],
               e8m0=Codebook(8, 8, 0, False, -126, 2.0**127, "nan"), fp32=None)
 
+def _known(what, name, table):
+    if name in table: return
+    near = difflib.get_close_matches(str(name).lower(), table, 1, 0.0)
+    raise ValueError(f"unknown {what} {name!r}; nearest is {near[0]!r}, known are {', '.join(table)}")
+
 @lru_cache(maxsize=None)
 def element_codes(name: str) -> Tensor:
-    "The value of every code of an element (or of scale `e8m0`) in code order, float32 `[2^bits]` on the CPU; NaN codes are NaN. Cached: read only."
+    """The value of every code of an element (or of scale `e8m0`) in code order, float32 `[2^bits]` on the CPU; NaN codes are NaN.
+
+    Cached: read only. Errors: `ValueError` for an unknown name."""
     if name == "e8m0": return torch.tensor([2.0 ** (c - 127) for c in range(255)] + [math.nan], device="cpu")
+    _known("element", name, ELEMENTS)
     book = ELEMENTS[name]
     if book.specials == "int": return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8).float()
     e, m = book.exponent_bits, book.mantissa_bits
@@ -64,7 +74,7 @@ def element_codes(name: str) -> Tensor:
         return sign * (M / 2**m * 2.0**book.emin if E == 0 else (1 + M / 2**m) * 2.0 ** (E - 1 + book.emin))
     return torch.tensor([value(c) for c in range(2**book.bits)], device="cpu")
 
-# %% ../../nbs/10_quant.formats.ipynb #aeb6a8f3
+# %% ../../nbs/10_quant.formats.ipynb #81c19ca9
 _EXPONENT, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF                           # bit masks of a float32
 
 def _round_(v: Tensor, book: Codebook, scratch: Tensor = None) -> Tensor:
@@ -77,10 +87,15 @@ def _round_(v: Tensor, book: Codebook, scratch: Tensor = None) -> Tensor:
     return v.add_(binade, alpha=push).sub_(binade, alpha=push)
 
 def round_to_element(x: Tensor, element: str) -> Tensor:
-    "Nearest value of the element's grid, ties to even, saturating; float32 of x's shape."
+    "Nearest value of the element's grid, ties to even, saturating; float32 of x's shape. `ValueError` for an unknown element."
+    _known("element", element, ELEMENTS)
     return _round_(x.detach().to(torch.float32, copy=True), ELEMENTS[element])
 
-# %% ../../nbs/10_quant.formats.ipynb #21e286ca
+# %% ../../nbs/10_quant.formats.ipynb #46b8a363
+def _check_rounding(rounding, scale):
+    if rounding != "floor" and (rounding, scale) != ("ceil", "e8m0"):
+        raise ValueError(f"rounding {rounding!r} of scale {scale}: e8m0 allows 'floor' or 'ceil', the others round to nearest even")
+
 def _round_scale_(s: Tensor, scale: str, rounding: str = "floor") -> Tensor:
     "Round positive float32 `s` in place to the scale's code book."
     if scale == "fp32": return s.clamp_(max=torch.finfo(torch.float32).max)
@@ -91,12 +106,29 @@ def _round_scale_(s: Tensor, scale: str, rounding: str = "floor") -> Tensor:
     return power.add_(s, alpha=0)                                        # NaN stays NaN
 
 def round_to_scale(s: Tensor, scale: str, rounding: str = "floor") -> Tensor:
-    "Positive `s` as a value of the scale's code book, float32; saturates at both ends of `e8m0`, at the top of the others."
+    """Scales `s` as values of the scale's code book, float32; saturates at both ends of `e8m0`, at the top of the others.
+
+    Errors: `ValueError` for an unknown scale or rounding, or a negative number."""
+    _known("scale", scale, SCALES)
+    _check_rounding(rounding, scale)
+    if (s < 0).any(): raise ValueError("a scale is the size of a step and cannot be negative")
     return _round_scale_(s.detach().to(torch.float32, copy=True), scale, rounding)
 
-# %% ../../nbs/10_quant.formats.ipynb #56a4e2a3
-_PATTERN = re.compile(r"(?P<family>[a-z0-9_-]+?)(?::(?P<rows>\d+)x(?P<cols>\d+))?(?P<ceil>\+ceil)?(?P<choice>\+4/6)?"
-                      r"(?:\+ts(?P<ts>-?\d+))?(?:\+clip(?P<low>[^~]+)~(?P<high>[^~]+))?")
+# %% ../../nbs/10_quant.formats.ipynb #6eb416ea
+_PATTERN = re.compile(r"(?P<family>[a-z0-9_-]+?)(?::(?P<rows>[0-9]+)x(?P<cols>[0-9]+))?(?P<ceil>\+ceil)?(?P<choice>\+4/6)?"
+                      r"(?:\+ts(?P<ts>-?[0-9]{1,3}))?(?:\+clip(?P<low>[^~]+)~(?P<high>[^~]+))?")
+
+def _sizes(block) -> tuple[int, int]:
+    try: sizes = tuple(operator.index(n) for n in block)
+    except TypeError: sizes = ()
+    if len(sizes) != 2 or min(sizes) < 1: raise ValueError(f"block {block!r} must be two positive sizes (rows, columns)")
+    return sizes
+
+def _bounds(clip) -> tuple[float, float]:
+    try: low, high = (float(bound) for bound in clip)
+    except (TypeError, ValueError): low = high = 0.0
+    if not 0 < low < high < math.inf: raise ValueError(f"scale_clip {clip!r} must be two bounds with 0 < low < high")
+    return low, high
 
 @dataclass(frozen=True)
 class BlockFormat:
@@ -104,7 +136,8 @@ class BlockFormat:
 
     `block` is (rows, columns) over the last two dimensions; (1, n) runs along the last one only.
     The name is `family:RxC` with options `+ceil`, `+4/6` (scale choice), `+ts-6` (tensor scale 2^-6), `+clip1e-06~10.0`, and `parse(f.name) == f`.
-    Errors: `ValueError` for an unknown element, scale, rounding or scale choice, a block below 1×1, a tensor scale that is no power of two.
+    Errors: `ValueError` for an unknown element, scale, rounding or scale choice, a block below 1×1, a tensor scale that is no power of two, bounds of a clip that
+    are not in order.
     Source: SPEC Q-01 to Q-04, Q-07; Four over Six: Cook et al. 2025, arXiv:2512.02010."""
     element: str                 # key of `ELEMENTS`
     block: tuple[int, int]       # rows, columns
@@ -117,15 +150,12 @@ class BlockFormat:
     def __post_init__(self):
         _known("element", self.element, ELEMENTS)
         _known("scale", self.scale, SCALES)
-        object.__setattr__(self, "block", tuple(int(n) for n in self.block))
-        if len(self.block) != 2 or min(self.block) < 1: raise ValueError(f"block {self.block} must be two positive sizes (rows, columns)")
-        mantissa, exponent = math.frexp(self.tensor_scale)
+        object.__setattr__(self, "block", _sizes(self.block))
+        mantissa, exponent = math.frexp(self.tensor_scale) if isinstance(self.tensor_scale, numbers.Real) else (0.0, 0)
         if mantissa != 0.5 or not -99 <= exponent <= 101:
-            raise ValueError(f"tensor scale {self.tensor_scale} must be a power of two between 2^-100 and 2^100")
-        if self.rounding not in ("floor", "ceil") or (self.rounding == "ceil" and self.scale != "e8m0"):
-            raise ValueError(f"rounding {self.rounding!r} of scale {self.scale}: e8m0 allows 'floor' or 'ceil', the others round to nearest even")
-        if self.scale_clip is not None and not 0 < self.scale_clip[0] < self.scale_clip[1]:
-            raise ValueError(f"scale_clip {self.scale_clip} must be two bounds with 0 < low < high")
+            raise ValueError(f"tensor scale {self.tensor_scale!r} must be a power of two between 2^-100 and 2^100")
+        _check_rounding(self.rounding, self.scale)
+        if self.scale_clip is not None: object.__setattr__(self, "scale_clip", _bounds(self.scale_clip))
         _known("scale choice", self.scale_choice, ("amax", "four_over_six"))
         if self.scale_choice == "four_over_six" and (self.element != "e2m1" or self.scale == "e8m0"):
             raise ValueError(f"scale choice 'four_over_six' needs element e2m1 and a float scale (e4m3, ue5m3, fp32), not {self.element} with {self.scale}")
@@ -133,7 +163,9 @@ class BlockFormat:
     @classmethod
     def parse(cls, name, block: tuple[int, int] | None = None) -> "BlockFormat":
         "The format called `name` (a `BlockFormat` passes through); `block` is used when the name gives none."
-        return name if isinstance(name, cls) else _parse(name, block)
+        if isinstance(name, cls): return name
+        if not isinstance(name, str): raise TypeError(f"a format is a name or a BlockFormat, not {type(name).__name__}")
+        return _parse(name, block if block is None else _sizes(block))
 
     @property
     def name(self) -> str:
@@ -162,23 +194,18 @@ class BlockFormat:
         return self.book.max * top * self.tensor_scale
 
     def bits_per_element(self, shape: tuple[int, ...] | None = None) -> float:
-        "Stored bits a value, scales shared out; with `shape`, the padding of incomplete blocks counts too."
+        "Stored bits a value, scales shared out; with `shape`, the padding of incomplete blocks counts too (0 where there are no values)."
         r, c = self.block
         bits = self.element_bits + self.scale_bits / (r * c)
         if shape is None: return bits
         rows, cols = (1, 1, *shape)[-2:]
-        return bits * (-(-rows // r) * r * -(-cols // c) * c) / (rows * cols)
+        return bits * (-(-rows // r) * r * -(-cols // c) * c) / max(1, rows * cols)
 
     def is_exact_in(self, dtype: torch.dtype) -> bool:
         "Whether every product element × scale × tensor scale that is a normal float32 number is a number of `dtype`."
         return self.scale != "fp32" and _exact(self.element, self.scale, self.tensor_scale, dtype)
 
-# %% ../../nbs/10_quant.formats.ipynb #defecbad
-def _known(what, name, table):
-    if name in table: return
-    near = difflib.get_close_matches(str(name).lower(), table, 1, 0.0)
-    raise ValueError(f"unknown {what} {name!r}; nearest is {near[0]!r}, known are {', '.join(table)}")
-
+# %% ../../nbs/10_quant.formats.ipynb #d470d94e
 def _family(element, block, scale, log2_tensor_scale=0): return BlockFormat(element, block, scale, 2.0**log2_tensor_scale)
 FORMATS = dict(nvfp4=_family("e2m1", (1, 16), "e4m3", -8), e1m2=_family("e1m2", (1, 16), "e4m3", -8),
                e1m3=_family("e1m3", (1, 16), "e4m3", -8), ue1m3=_family("ue1m3", (1, 16), "e4m3", -8),
@@ -196,7 +223,6 @@ def _default(element, scale):
 
 @lru_cache(maxsize=None)
 def _parse(name, block):
-    if not isinstance(name, str): raise TypeError(f"a format is a name or a BlockFormat, not {type(name).__name__}")
     match = _PATTERN.fullmatch(ALIASES.get(name, name))
     element, dash, scale = match["family"].partition("-") if match else ("", "", "")
     if match and match["family"] in FORMATS: fmt = FORMATS[match["family"]]
@@ -204,13 +230,13 @@ def _parse(name, block):
     else:
         known = [*FORMATS, *ALIASES]
         near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-        raise ValueError(f"unknown format {name!r}; nearest is {near!r}; a format is family:RxC with a family of "
-                         f"{', '.join(FORMATS)}, or element-scale, or an alias of {', '.join(ALIASES)}")
+        raise ValueError(f"unknown format {name!r}; nearest is {near!r}; a format is family:RxC and options in the order +ceil+4/6+ts-8+clip0.1~10, with a family of "
+                         f"{', '.join(FORMATS)}, or element-scale; or it is one of {', '.join(ALIASES)}")
     if match["rows"]: block = (int(match["rows"]), int(match["cols"]))
     return replace(fmt, block=block or fmt.block, rounding="ceil" if match["ceil"] else fmt.rounding,
                    scale_choice="four_over_six" if match["choice"] else fmt.scale_choice,
                    tensor_scale=2.0 ** int(match["ts"]) if match["ts"] else fmt.tensor_scale,
-                   scale_clip=(float(match["low"]), float(match["high"])) if match["low"] else None)
+                   scale_clip=(match["low"], match["high"]) if match["low"] else None)
 
 @lru_cache(maxsize=None)
 def _exact(element, scale, tensor_scale, dtype):
@@ -220,12 +246,17 @@ def _exact(element, scale, tensor_scale, dtype):
     products = products[(products.abs() >= normal.tiny) & (products.abs() <= normal.max)]
     return bool((products.to(dtype).double() == products).all())
 
-# %% ../../nbs/10_quant.formats.ipynb #85872f7e
+# %% ../../nbs/10_quant.formats.ipynb #28104792
 _CHUNK = 131_072                                   # elements a core handles between two looks at memory: three buffers fit its L2
+
+def _check_input(x):
+    if isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided: return
+    kind = type(x).__name__ if not isinstance(x, Tensor) else x.dtype if x.layout == torch.strided else x.layout
+    raise TypeError(f"a dense floating-point tensor is needed, not {kind}")
 
 def _to_blocks(x: Tensor, block) -> Tensor:
     "float32 view (or zero-padded copy) of x as `[block rows, r, block columns, c]`."
-    if not x.is_floating_point(): raise TypeError(f"qdq and quantize take a floating-point tensor, not {x.dtype}")
+    _check_input(x)
     r, c = block
     x = x.detach().to(torch.float32)
     if x.dim() < 2: x = x.reshape(1, -1)
@@ -277,6 +308,16 @@ def _to_grid(v: Tensor, fmt: BlockFormat, out: Tensor, scratch: Tensor, block_sc
     q, step = _elements(v, s, fmt, out, scratch)
     return q, s, step
 
+@lru_cache(maxsize=1024)
+def _is_scale(value, scale):
+    s = torch.tensor(value, dtype=torch.float32, device="cpu")
+    return bool(0 < s < math.inf and round_to_scale(s, scale) == s)
+
+def _check_block_scale(block_scale, fmt):
+    "A kernel divides by what is in the code book, so nothing else may be a fixed scale."
+    if block_scale is None or isinstance(block_scale, numbers.Real) and _is_scale(float(block_scale), fmt.scale): return
+    raise ValueError(f"block_scale {block_scale!r} is no positive value of scale {fmt.scale}; scale_for gives one")
+
 @torch.no_grad()
 def qdq(x: Tensor, fmt, block_scale: float | None = None) -> Tensor:
     """`x` rounded to the format: same shape and dtype. The reference every kernel is tested against.
@@ -284,8 +325,10 @@ def qdq(x: Tensor, fmt, block_scale: float | None = None) -> Tensor:
     Blocks tile the last two dimensions (matrices of a stack never share one); a block that does not divide them is padded with zeros.
     Computed in float32 and cast once. A block holding NaN or infinity becomes NaN as a whole; a zero block, or one whose
     scale rounds to zero, becomes zeros. With `block_scale` (positive, from the scale's code book) all blocks share that fixed scale: larger values
-    saturate, and NaN or infinity makes NaN of itself only. Errors: `TypeError` if x is not floating point. Source: SPEC Q-01, Q-02, Q-07."""
+    saturate, and NaN or infinity makes NaN of itself only. Errors: `TypeError` if x is no dense floating-point tensor, `ValueError` if the scale's code book
+    lacks `block_scale`. Source: SPEC Q-01, Q-02, Q-07."""
     fmt = BlockFormat.parse(fmt)
+    _check_block_scale(block_scale, fmt)
     v = _to_blocks(x, fmt.block)
     if v.numel() == 0: return x.clone()
     out = torch.empty_like(v)
@@ -298,20 +341,25 @@ def qdq(x: Tensor, fmt, block_scale: float | None = None) -> Tensor:
     return _from_blocks(out, x.shape).to(x.dtype)
 
 def scale_for(amax: float, fmt) -> float:
-    "The rounded scale, without the tensor scale, that `qdq` gives a block whose largest magnitude is `amax` (under scale choice `amax`)."
+    """The rounded scale, without the tensor scale, that `qdq` gives a block whose largest magnitude is `amax` (under scale choice `amax`).
+
+    NaN for NaN and infinity. Errors: `ValueError` where `amax` is negative or no number."""
+    if not isinstance(amax, numbers.Real) or amax < 0: raise ValueError(f"amax {amax!r} must be a magnitude, zero or above")
     fmt = replace(BlockFormat.parse(fmt), scale_choice="amax")
     return float(_block_scales(torch.full((1, 1, 1, 1), amax, dtype=torch.float32, device="cpu"), fmt)[1])
 
-# %% ../../nbs/10_quant.formats.ipynb #677d5bc0
+# %% ../../nbs/10_quant.formats.ipynb #278e7d86
 def _encode(v: Tensor, name: str) -> Tensor:
-    "Codes of values that lie on the grid of `name`."
+    "Codes of values that lie on the grid of `name`; NaN is all ones below the sign where the book has such a NaN, else 0."
     book = ELEMENTS.get(name) or SCALES[name]
     if book.specials == "int": return v.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
-    half = element_codes(name)[:2 ** (book.bits - book.signed)].to(v.device)
-    finite = half[half.isfinite()]
-    code = torch.searchsorted(finite, v.abs().nan_to_num(0.0))
-    if book.signed: code += (v < 0) * 2 ** (book.bits - 1)
-    if book.specials == "nan": code.masked_fill_(v.isnan(), len(half) - 1)
+    magnitude = v.abs().nan_to_num_(0.0)
+    # the leading bits of a float32 are exponent and mantissa already: what remains is the other bias, and the subnormal codes below 2^m
+    code = (magnitude.view(torch.int32) >> 23 - book.mantissa_bits).sub_((126 + book.emin) << book.mantissa_bits)
+    subnormal = magnitude.clamp_(max=2.0**book.emin).mul_(1 / book.quantum).to(torch.int32)
+    code = torch.maximum(code, subnormal)
+    if book.signed: code.add_(v < 0, alpha=2 ** (book.bits - 1))
+    if book.specials == "nan": code.masked_fill_(v.isnan(), 2 ** (book.bits - book.signed) - 1)
     return code.to(torch.uint8 if book.bits <= 8 else torch.int16)
 
 @torch.no_grad()
@@ -327,11 +375,27 @@ def quantize(x: Tensor, fmt) -> tuple[Tensor, Tensor]:
     scales = s if fmt.scale == "fp32" else _encode(s, fmt.scale)
     return _encode(q, fmt.element).view(*lead, block_rows * r, C * c), scales.view(*lead, block_rows, C)
 
+def _check_stored(codes, scales, fmt, shape):
+    "A sentence where the arguments of `dequantize` do not fit; the values of the codes are left to the table look-up."
+    if codes.is_floating_point() or scales.is_floating_point() != (fmt.scale == "fp32"):
+        raise TypeError(f"{fmt.name} is stored as whole-number codes and {'float32 scales' if fmt.scale == 'fp32' else 'scale codes'}, "
+                        f"not {codes.dtype} and {scales.dtype}")
+    (r, c), lead = fmt.block, tuple(shape[:-2])
+    rows, columns = (1, 1, *shape)[-2:]
+    blocks = -(-rows // r), -(-columns // c)
+    if tuple(codes.shape) != (want := (*lead, blocks[0] * r, blocks[1] * c)) or tuple(scales.shape) != (*lead, *blocks):
+        raise ValueError(f"a {fmt.name} tensor of shape {tuple(shape)} has codes {want} and scales {(*lead, *blocks)}, "
+                         f"not {tuple(codes.shape)} and {tuple(scales.shape)}")
+
 @torch.no_grad()
 def dequantize(codes: Tensor, scales: Tensor, fmt, shape: tuple[int, ...] | None = None, dtype=torch.float32) -> Tensor:
-    "Inverse of `quantize`: values of the codes, cut to `shape` (default: the padded shape). `dequantize(quantize(x)) == qdq(x)`, bit for bit."
+    """Inverse of `quantize`: values of the codes, cut to `shape` (default: the padded shape). `dequantize(*quantize(x, f), f, x.shape)` is `qdq(x, f)`, bit for bit.
+
+    Errors: `ValueError` where codes, scales and shape do not belong together, `TypeError` where codes or `dtype` are of the wrong kind."""
     fmt = BlockFormat.parse(fmt)
     r, c = fmt.block
+    _check_stored(codes, scales, fmt, codes.shape if shape is None else tuple(shape))
+    if not dtype.is_floating_point: raise TypeError(f"values of a block format need a floating-point dtype, not {dtype}")
     s = scales if fmt.scale == "fp32" else element_codes(fmt.scale).to(scales.device)[scales.long()]
     rows, cols = math.prod(codes.shape[:-1]) // r, codes.shape[-1] // c
     q = element_codes(fmt.element).to(codes.device)[codes.long()].view(rows, r, cols, c)
@@ -344,8 +408,9 @@ def scale_stats(x: Tensor, fmt, block_scale: float | None = None) -> dict:
 
     `saturated`: the scale hit the top of its book, the block's largest values are cut. `subnormal`: the scale lost mantissa bits.
     `zero`: a block with content whose scale rounded to zero. `nonfinite`: NaN or infinity inside. `blocks`: all of them.
-    With a fixed `block_scale`, `saturated` counts the blocks that hold a larger value than it reaches."""
+    With a fixed `block_scale`, `saturated` counts the blocks that hold a larger value than it reaches. Errors: those of `qdq`."""
     fmt = BlockFormat.parse(fmt)
+    _check_block_scale(block_scale, fmt)
     amax, s = _block_scales(_to_blocks(x, fmt.block), fmt)
     book = SCALES[fmt.scale] or Codebook(32, 8, 23, False, -126, torch.finfo(torch.float32).max, "ieee")
     top = book.max * _reach(fmt)

@@ -7,8 +7,9 @@ __all__ = ['block_gemm', 'TE_SLOTS', 'swizzle_scales', 'unswizzle_scales', 'Gemm
            'block_gemm_reference', 'block_gemm_hardware', 'emulate_scaled_mm', 'lacks', 'check_block_gemm', 'te_format',
            'block_quantizer', 'te_quantizer_factory', 'te_quantizers']
 
-# %% ../../nbs/14_quant.hardware.ipynb #16fc510a
+# %% ../../nbs/14_quant.hardware.ipynb #82f657d9
 import fnmatch
+import math
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -19,25 +20,28 @@ from torch import Tensor
 
 from ..backends import BackendError, Operation
 from .fake import QuantPolicy, policy_5b
-from .formats import BlockFormat
+from .formats import BlockFormat, _check_input
 from .formats import qdq as reference_qdq
 from .kernels import qdq
 from .pack import FLOAT8, PackedTensor, as_row_blocks, pack, row_format
 
-# %% ../../nbs/14_quant.hardware.ipynb #9f3a8ff3
+# %% ../../nbs/14_quant.hardware.ipynb #ddf9a2db
 def swizzle_scales(scales: Tensor) -> Tensor:
-    "Row-major scale codes `[rows, blocks]` (uint8) in cuBLAS' order of 128×4 tiles, flat, padded with zeros."
+    "Row-major scale codes `[rows, blocks]` (uint8) in cuBLAS' order of 128×4 tiles, flat, padded with zeros. `ValueError` if they are no matrix."
+    if scales.dim() != 2: raise ValueError(f"scales to swizzle are a matrix of rows and blocks, not of shape {tuple(scales.shape)}")
     rows, blocks = scales.shape
     tiles = F.pad(scales, (0, -blocks % 4, 0, -rows % 128))
     tiles = tiles.view(-(-rows // 128), 4, 32, -(-blocks // 4), 4)       # tile row, row // 32, row % 32, tile column, column
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 def unswizzle_scales(flat: Tensor, rows: int, blocks: int) -> Tensor:
-    "Inverse of `swizzle_scales`: `[rows, blocks]`."
+    "Inverse of `swizzle_scales`: `[rows, blocks]`. `ValueError` where `flat` has another number of scales."
+    size = -(-rows // 128) * -(-blocks // 4) * 512
+    if flat.numel() != size: raise ValueError(f"{rows} rows of {blocks} scales take {size} swizzled bytes, not {flat.numel()}")
     tiles = flat.view(-(-rows // 128), -(-blocks // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-(-rows // 128) * 128, -(-blocks // 4) * 4)[:rows, :blocks]
 
-# %% ../../nbs/14_quant.hardware.ipynb #817cd86e
+# %% ../../nbs/14_quant.hardware.ipynb #98128fdc
 class GemmOperand(NamedTuple):
     "One side of a block-scaled product, laid out for cuBLAS."
     codes: Tensor          # uint8 [rows, bytes of a row]
@@ -47,15 +51,21 @@ class GemmOperand(NamedTuple):
 
 def _gemm_format(fmt):
     fmt = BlockFormat.parse(fmt)
-    if (fmt.element, fmt.scale) not in (("e2m1", "e4m3"), ("e4m3", "e8m0")): raise ValueError(f"{fmt.name}: block-scaled products take nvfp4 (1x16, 16x16) or mxfp8_e4m3 (1x32)")
+    if (fmt.element, fmt.scale) not in (("e2m1", "e4m3"), ("e4m3", "e8m0")):
+        raise ValueError(f"{fmt.name}: block-scaled products take nvfp4 (1x16, 16x16) or mxfp8_e4m3 (1x32)")
     return row_format(fmt)
+
+def _one_kind(a, b):
+    kinds = [(f.element, f.scale) for f in (_gemm_format(a), _gemm_format(b))]
+    if kinds[0] != kinds[1]: raise ValueError(f"both operands of a block-scaled product have one element and scale, not {a.name} and {b.name}")
 
 def operand(p: PackedTensor, row_multiple: int = 1) -> GemmOperand:
     """A packed matrix as an operand; rows are padded to a multiple of `row_multiple`, columns to 16 bytes, with zeros.
 
     Errors: `ValueError` for a stack or a format that the units lack. Source: cuBLAS manual, block scaling."""
-    if len(p.shape) != 2: raise ValueError(f"an operand is a matrix, not of shape {p.shape}")
-    _gemm_format(p.fmt)
+    if isinstance(p, PackedTensor):
+        if len(p.shape) != 2: raise ValueError(f"an operand is a matrix, not of shape {p.shape}")
+        _gemm_format(p.fmt)
     p = as_row_blocks(p)
     n, more_rows, more_bytes = p.fmt.block[1], -p.shape[0] % row_multiple, -p.codes.shape[1] % 16
     more_blocks = more_bytes * 8 // p.fmt.element_bits // n
@@ -66,35 +76,42 @@ def gemm_arguments(x: GemmOperand, w: GemmOperand, dtype=torch.bfloat16) -> dict
     """Keyword arguments of `torch.nn.functional.scaled_mm` for x @ w.T.
 
     Codes become `float4_e2m1fn_x2` or `float8_e4m3fn`, w a column-major view; NVFP4 carries the tensor scales as float32 scalars of a second level.
-    Errors: `ValueError` where the numbers of columns differ."""
+    Errors: `ValueError` where the numbers of columns, the elements or the scales differ."""
+    _one_kind(x.fmt, w.fmt)
     if x.shape[1] != w.shape[1]: raise ValueError(f"operands of {x.shape[1]} and {w.shape[1]} columns cannot be multiplied")
     nvfp4 = x.fmt.scale == "e4m3"
     code_type = torch.float4_e2m1fn_x2 if nvfp4 else FLOAT8[x.fmt.element]
-    recipe, swizzle = ([F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise], [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]) if nvfp4 else \
-                      ([F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4])
+    recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise] if nvfp4 else [F.ScalingType.BlockWise1x32]
+    swizzle = [F.SwizzleType.SWIZZLE_32_4_4] + [F.SwizzleType.NO_SWIZZLE] * nvfp4
     def scales(side):
         return [side.scales.view(FLOAT8[side.fmt.scale])] + [torch.tensor(side.fmt.tensor_scale, device=side.codes.device)] * nvfp4
     return dict(mat_a=x.codes.view(code_type), mat_b=w.codes.view(code_type).t(), scale_a=scales(x), scale_recipe_a=recipe, swizzle_a=swizzle,
                 scale_b=scales(w), scale_recipe_b=recipe, swizzle_b=swizzle, output_dtype=dtype)
 
-# %% ../../nbs/14_quant.hardware.ipynb #457f6a5b
-def _one_kind(fmt, w):
-    "Both formats, or `ValueError`: a reference that took more than the hardware would hide what a Blackwell GPU refuses."
+# %% ../../nbs/14_quant.hardware.ipynb #e12d5875
+def _activation_format(x, w, fmt):
+    "The format of x, or an error: a reference that took more than the hardware would hide what a Blackwell GPU refuses."
     fmt = BlockFormat.parse(fmt)
-    kinds = [(f.element, f.scale) for f in (_gemm_format(fmt), _gemm_format(w.fmt))]
-    if kinds[0] != kinds[1]: raise ValueError(f"both operands of a block-scaled product have one element and scale, not {fmt.name} and {w.fmt.name}")
+    _check_input(x)
+    if not isinstance(w, PackedTensor) or len(w.shape) != 2:
+        raise ValueError(f"the weight of a block-scaled product is a packed matrix, not {w if isinstance(w, PackedTensor) else type(w).__name__}")
+    if x.shape[-1:] != w.shape[1:]: raise ValueError(f"operands of {x.shape[-1] if x.dim() else 0} and {w.shape[1]} columns cannot be multiplied")
+    _one_kind(fmt, w.fmt)
     if fmt.block[0] != 1: raise ValueError(f"{fmt.name}: blocks of activations have one row, or tokens would share a scale")
     return fmt
 
 def block_gemm_reference(x: Tensor, w: PackedTensor, fmt="nvfp4:1x16", dtype=torch.bfloat16) -> Tensor:
     """qdq(x) @ w.T, `[..., K]` and `[N, K]` to `[..., N]`: float32 products and sums, rounded once to `dtype`. Defines the result.
 
-    Errors: `ValueError` for formats that block-scaled matrix units lack. Source: SPEC Q-11."""
-    return (reference_qdq(x.float(), _one_kind(fmt, w)) @ w.unpack().mT).to(dtype)
+    No gradient passes. Errors: `ValueError` for formats that block-scaled matrix units lack, or shapes that do not fit; `TypeError` if x is not floating point.
+    Source: SPEC Q-11."""
+    fmt = _activation_format(x, w, fmt)
+    return (reference_qdq(x.float(), fmt) @ w.unpack().mT).to(dtype)
 
 def block_gemm_hardware(x: Tensor, w: PackedTensor, fmt="nvfp4:1x16", dtype=torch.bfloat16, multiply=None) -> Tensor:
     "The same through `torch.nn.functional.scaled_mm` (or `multiply`, which takes its arguments). Has not run on Blackwell."
-    rows, fmt = x.reshape(-1, x.shape[-1]), _one_kind(fmt, w)
+    fmt = _activation_format(x, w, fmt)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = (multiply or F.scaled_mm)(**gemm_arguments(operand(pack(rows, fmt)), operand(w, 16), dtype))
     return y[:, :w.shape[0]].reshape(*x.shape[:-1], w.shape[0])
 
@@ -137,7 +154,7 @@ def check_block_gemm(run, device) -> str | None:
 block_gemm = Operation("block_gemm", block_gemm_reference, check_block_gemm)
 block_gemm.add("hw", block_gemm_hardware, _why_not)
 
-# %% ../../nbs/14_quant.hardware.ipynb #02d00a05
+# %% ../../nbs/14_quant.hardware.ipynb #f641f2d7
 TE_SLOTS = (                                                             # module type, name, our parameter, the site of its input
     ("grouped_linear", "*fc2", "layers.0.moe.routed.w_out", "ffn_hidden"), ("grouped_linear", "*", "layers.0.moe.routed.w_in", "ffn_in"),
     ("linear", "*proj", "layers.0.attn.o.weight", "head_out"),
@@ -146,7 +163,7 @@ TE_SLOTS = (                                                             # modul
 def te_format(role, policy: QuantPolicy) -> str | None:
     "The format that `policy` gives the slot of a Transformer Engine role (`module_type`, `tensor_type`, `name`), or None: high precision."
     for kind, name, parameter, site in TE_SLOTS:
-        if role is not None and role.module_type == kind and fnmatch.fnmatchcase(role.name, name):
+        if role is not None and role.module_type == kind and fnmatch.fnmatchcase(role.name or "", name):
             return {"weight": policy.weight_format(parameter), "input": policy.sites.get(site)}.get(role.tensor_type)
 
 @lru_cache(maxsize=None)

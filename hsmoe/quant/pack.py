@@ -7,9 +7,10 @@ __all__ = ['METADATA_KEY', 'ROW_BLOCKS', 'FLOAT8', 'COMPRESSED', 'row_bytes', 'p
            'flatten_packed', 'restore_packed', 'row_format', 'as_row_blocks', 'to_torchao', 'to_compressed',
            'compressed_config']
 
-# %% ../../nbs/13_quant.pack.ipynb #9dcc4bfc
+# %% ../../nbs/13_quant.pack.ipynb #ef7e1220
 import json
 import math
+import operator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from .formats import BlockFormat, _encode, dequantize, element_codes, quantize, round_to_element
 
-# %% ../../nbs/13_quant.pack.ipynb #2e35bf37
+# %% ../../nbs/13_quant.pack.ipynb #4ce70808
 def _fields(bits: int) -> list[int]:
     "Widths of the fields that a code is cut into, lowest first: the powers of two that add up to `bits`."
+    if bits not in range(1, 16): raise ValueError(f"a code has 1 to 15 bits, not {bits}")
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 def row_bytes(columns: int, bits: int) -> int:
@@ -28,7 +30,10 @@ def row_bytes(columns: int, bits: int) -> int:
     return sum(-(-columns * width // 8) for width in _fields(bits))
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    "Codes `[..., columns]` as bytes `[..., row_bytes(columns, bits)]`, uint8: one run a field, the first column in the lowest bits."
+    """Codes `[..., columns]` as bytes `[..., row_bytes(columns, bits)]`, uint8: one run a field, the first column in the lowest bits.
+
+    Only the lowest `bits` bits of a code are stored. Errors: `TypeError` for codes that are no whole numbers, `ValueError` for a width that is not 1 to 15."""
+    if codes.is_floating_point() or codes.dim() == 0: raise TypeError(f"codes are whole numbers along a last dimension, not {codes.dtype} of shape {tuple(codes.shape)}")
     runs, shift = [], 0
     for width in _fields(bits):
         field, each = (codes >> shift) & (2**width - 1), 8 // width      # fields in a byte
@@ -40,7 +45,9 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     return torch.cat(runs, -1)
 
 def unpack_bits(data: Tensor, bits: int, columns: int) -> Tensor:
-    "Inverse of `pack_bits`: codes `[..., columns]`, uint8, or int16 above 8 bits."
+    "Inverse of `pack_bits`: codes `[..., columns]`, uint8, or int16 above 8 bits. `ValueError` where the bytes are not those of so many columns."
+    if data.dtype != torch.uint8 or data.shape[-1:] != (row_bytes(columns, bits),):
+        raise ValueError(f"{columns} codes of {bits} bits are {row_bytes(columns, bits)} bytes (uint8) a row, not {data.dtype} {tuple(data.shape)}")
     codes = data.new_zeros((*data.shape[:-1], columns), dtype=torch.uint8 if bits <= 8 else torch.int16)
     shift = start = 0
     for width in _fields(bits):
@@ -52,7 +59,7 @@ def unpack_bits(data: Tensor, bits: int, columns: int) -> Tensor:
         start, shift = start + n, shift + width
     return codes
 
-# %% ../../nbs/13_quant.pack.ipynb #bd925f16
+# %% ../../nbs/13_quant.pack.ipynb #681740da
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
     """A tensor in a block format, as stored. Frozen; a view of its bytes, not a `torch.Tensor`.
@@ -65,14 +72,17 @@ class PackedTensor:
 
     def __post_init__(self):
         object.__setattr__(self, "fmt", BlockFormat.parse(self.fmt))
-        object.__setattr__(self, "shape", tuple(self.shape))
+        try: object.__setattr__(self, "shape", tuple(operator.index(n) for n in self.shape))
+        except TypeError: raise ValueError(f"the shape of a packed tensor is a sequence of sizes, not {self.shape!r}") from None
         rows, columns, lead, (r, c) = *self.padded, self.shape[:-2], self.fmt.block
         want = dict(codes=(torch.uint8, (*lead, rows, row_bytes(columns, self.fmt.element_bits))),
                     scales=(torch.float32 if self.fmt.scale == "fp32" else torch.uint8, (*lead, rows // r, columns // c)))
         for name, (dtype, shape) in want.items():
             t = getattr(self, name)
+            if not isinstance(t, Tensor): raise ValueError(f"{name} of a {self.fmt.name} tensor must be a tensor, not {type(t).__name__}")
             if (t.dtype, tuple(t.shape)) != (dtype, shape):
                 raise ValueError(f"{name} of a {self.fmt.name} tensor of shape {self.shape} must be {dtype} {shape}, not {t.dtype} {tuple(t.shape)}")
+        if self.codes.device != self.scales.device: raise ValueError(f"codes on {self.codes.device} and scales on {self.scales.device} make no packed tensor")
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -95,7 +105,8 @@ class PackedTensor:
     def to(self, device) -> "PackedTensor": return PackedTensor(self.codes.to(device), self.scales.to(device), self.fmt, self.shape)
 
     def __getitem__(self, i: int) -> "PackedTensor":
-        "Tensor `i` of a stack, a view."
+        "Tensor `i` of a stack, a view. `IndexError` past its end, and where this is no stack."
+        if not isinstance(i, int): raise TypeError(f"a packed stack is indexed by one whole number, not {type(i).__name__}")
         if len(self.shape) < 3: raise IndexError(f"only a stack of matrices can be indexed; this packed tensor has shape {self.shape}")
         return PackedTensor(self.codes[i], self.scales[i], self.fmt, self.shape[1:])
 
@@ -125,34 +136,38 @@ def pack(x: Tensor, fmt, scales: Tensor = None) -> PackedTensor:
         raise ValueError(f"these values are not on the {fmt.name} grid of the scales given; pack the master weight instead")
     return packed
 
-# %% ../../nbs/13_quant.pack.ipynb #90c9c02e
+# %% ../../nbs/13_quant.pack.ipynb #9a728fa1
 METADATA_KEY = "hsmoe.packed"
 
 def flatten_packed(state: dict) -> tuple[dict, dict]:
     """`{name: PackedTensor or Tensor}` as (tensors, metadata), both flat, for `safetensors.torch.save_file(tensors, path, metadata)`.
 
-    Errors: `ValueError` where the name of a plain tensor is that of a packed tensor's part."""
+    Errors: `ValueError` where the name of a plain tensor is that of a packed tensor's part, `TypeError` for values of another kind."""
     tensors, about = {}, {}
     for name, value in state.items():
+        if not isinstance(value, (Tensor, PackedTensor)): raise TypeError(f"{name!r} is a {type(value).__name__}, neither a tensor nor a packed tensor")
         parts = {name: value} if isinstance(value, Tensor) else {f"{name}.codes": value.codes, f"{name}.scales": value.scales}
         if clash := sorted(tensors.keys() & parts): raise ValueError(f"two tensors would be called {clash[0]!r}; rename the plain one")
         tensors |= {part: t.contiguous() for part, t in parts.items()}
         if not isinstance(value, Tensor): about[name] = dict(format=value.fmt.name, shape=list(value.shape))
     return tensors, {METADATA_KEY: json.dumps(about)}
 
-def restore_packed(tensors: dict, metadata: dict) -> dict:
-    """Inverse of `flatten_packed`; tensors that the metadata does not name pass through.
+def restore_packed(tensors: dict, metadata: "dict | None") -> dict:
+    """Inverse of `flatten_packed`; tensors that the metadata does not name pass through, all of them where there is no metadata (None).
 
-    Errors: `ValueError` where a part is missing, or does not fit its format and shape."""
+    Errors: `ValueError` where the metadata cannot be read, a part is missing, or does not fit its format and shape."""
+    text = (metadata or {}).get(METADATA_KEY, "{}")
+    try: packed = {name: (about["format"], about["shape"]) for name, about in json.loads(text).items()}
+    except (ValueError, AttributeError, KeyError, TypeError): raise ValueError(f"metadata {METADATA_KEY!r} names no formats and shapes: {text[:80]!r}") from None
     state = dict(tensors)
-    for name, about in json.loads(metadata.get(METADATA_KEY, "{}")).items():
+    for name, (fmt, shape) in packed.items():
         missing = [part for part in (f"{name}.codes", f"{name}.scales") if part not in state]
         if missing: raise ValueError(f"packed tensor {name!r} lacks {missing[0]!r}")
-        try: state[name] = PackedTensor(state.pop(f"{name}.codes"), state.pop(f"{name}.scales"), about["format"], about["shape"])
-        except ValueError as e: raise ValueError(f"packed tensor {name!r}: {e}") from None
+        try: state[name] = PackedTensor(state.pop(f"{name}.codes"), state.pop(f"{name}.scales"), fmt, shape)
+        except (ValueError, TypeError) as e: raise ValueError(f"packed tensor {name!r}: {e}") from None
     return state
 
-# %% ../../nbs/13_quant.pack.ipynb #519c651d
+# %% ../../nbs/13_quant.pack.ipynb #15baa240
 ROW_BLOCKS = {("e2m1", "e4m3"): 16, ("e2m1", "e8m0"): 32, ("e4m3", "e8m0"): 32, ("e5m2", "e8m0"): 32}   # (element, scale) → columns of a row block
 FLOAT8 = dict(e4m3=torch.float8_e4m3fn, e5m2=torch.float8_e5m2, e8m0=torch.float8_e8m0fnu)
 
@@ -164,12 +179,15 @@ def row_format(fmt) -> BlockFormat:
     n, columns = ROW_BLOCKS.get((fmt.element, fmt.scale)), fmt.block[1]
     if n is None: raise ValueError(f"{fmt.name}: no hardware layout for element {fmt.element} with scale {fmt.scale}; known are "
                                    + ", ".join(f"{e} with {s}" for e, s in ROW_BLOCKS))
-    if fmt.scale == "e8m0" and fmt.tensor_scale != 1: raise ValueError(f"{fmt.name}: a layout with E8M0 scales has no place for the tensor scale 2^{fmt.log2_tensor_scale}")
-    if columns % n: raise ValueError(f"{fmt.name}: blocks of {columns} columns do not fill row blocks of {n}, which would need two scales; pack the master in 1x{n} or 16x{n} instead")
+    if fmt.scale == "e8m0" and fmt.tensor_scale != 1:
+        raise ValueError(f"{fmt.name}: a layout with E8M0 scales has no place for the tensor scale 2^{fmt.log2_tensor_scale}")
+    if columns % n: raise ValueError(f"{fmt.name}: blocks of {columns} columns do not fill row blocks of {n}, which would need two scales; "
+                                     f"pack the master in 1x{n} or 16x{n} instead")
     return fmt.with_block((1, n))
 
 def as_row_blocks(p: PackedTensor) -> PackedTensor:
-    "The same values in the blocks of `row_format`: wider and higher blocks repeat their scale. Errors: as `row_format`."
+    "The same values in the blocks of `row_format`: wider and higher blocks repeat their scale. Errors: as `row_format`; `TypeError` if p is not packed."
+    if not isinstance(p, PackedTensor): raise TypeError(f"a packed tensor is needed, not {type(p).__name__}; see pack")
     fmt, (r, c), (rows, columns) = row_format(p.fmt), p.fmt.block, p.matrix[-2:]
     n = fmt.block[1]
     blocks = -(-columns // n)                                            # blocks of c columns may reach further
@@ -182,11 +200,11 @@ def _whole_row_blocks(p, where):
     if p.matrix[-1] % p.fmt.block[1]: raise ValueError(f"{where} has no padding: {p.matrix[-1]} columns are no multiple of {p.fmt.block[1]}")
     return p
 
-# %% ../../nbs/13_quant.pack.ipynb #972cbda0
+# %% ../../nbs/13_quant.pack.ipynb #51a325c9
 def to_torchao(p: PackedTensor, dtype=torch.bfloat16):
     """The packed values as torchao's `NVFP4Tensor` or `MXTensor` of nominal type `dtype`, sharing no rounding with torchao's quantisers.
 
-    Errors: `ImportError` without torchao; `ValueError` where `as_row_blocks` refuses, or a row block is incomplete."""
+    A vector becomes a matrix of one row. Errors: `ImportError` without torchao; `ValueError` where `as_row_blocks` refuses, or a row block is incomplete."""
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -198,24 +216,25 @@ def to_torchao(p: PackedTensor, dtype=torch.bfloat16):
     codes = p.codes if packed4 else p.codes.view(element)
     return MXTensor(codes, scales, element, n, dtype, KernelPreference.EMULATED, None, False)
 
-# %% ../../nbs/13_quant.pack.ipynb #5596cb03
+# %% ../../nbs/13_quant.pack.ipynb #abcc19ed
 COMPRESSED = {("e2m1", "e4m3"): "nvfp4-pack-quantized", ("e2m1", "e8m0"): "mxfp4-pack-quantized", ("e4m3", "e8m0"): "mxfp8-quantized"}
 
 def to_compressed(p: PackedTensor, name: str, input_tensor_scale: float = None) -> dict:
     """A packed matrix `[N, K]` as the tensors of layer `name` in the compressed-tensors layout (0.20), lossless.
 
-    `input_tensor_scale`: the constant tensor scale of the layer's NVFP4 input, where activations are quantised too.
-    Errors: `ValueError` for a stack, a format that the layout lacks, or an incomplete row block."""
+    `input_tensor_scale`: the constant tensor scale, a power of two, of the layer's NVFP4 input, where activations are quantised too.
+    Errors: `ValueError` for a stack, a format that the layout lacks, an incomplete row block, or a scale that is no power of two."""
     if len(p.shape) != 2: raise ValueError(f"{name}: the layout holds matrices, not shape {p.shape}; convert the matrices of a stack one by one")
     p = _whole_row_blocks(p, "the compressed-tensors layout")
     if (kind := COMPRESSED.get((p.fmt.element, p.fmt.scale))) is None: raise ValueError(f"{name}: the compressed-tensors layout has no {p.fmt.name}")
-    if input_tensor_scale and p.fmt.scale == "e8m0": raise ValueError(f"{name}: inputs with E8M0 scales have no tensor scale, {input_tensor_scale} was given")
+    if input_tensor_scale is not None: p.fmt.with_tensor_scale(input_tensor_scale)             # refuses what is no power of two
+    if input_tensor_scale is not None and p.fmt.scale == "e8m0": raise ValueError(f"{name}: inputs with E8M0 scales have no tensor scale, {input_tensor_scale} was given")
     reciprocal = lambda t: torch.tensor([1 / t], dtype=torch.float32, device=p.device)
     if kind == "mxfp8-quantized": return {f"{name}.weight": p.codes.view(torch.float8_e4m3fn), f"{name}.weight_scale": p.scales}
     out = {f"{name}.weight_packed": p.codes, f"{name}.weight_scale": p.scales}
     if p.fmt.scale == "e4m3":
         out |= {f"{name}.weight_scale": p.scales.view(torch.float8_e4m3fn), f"{name}.weight_global_scale": reciprocal(p.fmt.tensor_scale)}
-        if input_tensor_scale: out[f"{name}.input_global_scale"] = reciprocal(input_tensor_scale)
+        if input_tensor_scale is not None: out[f"{name}.input_global_scale"] = reciprocal(input_tensor_scale)
     return out
 
 def compressed_config(fmt, activations: bool = False, targets=("Linear",), ignore=("lm_head",)) -> dict:
@@ -227,6 +246,7 @@ def compressed_config(fmt, activations: bool = False, targets=("Linear",), ignor
     nvfp4 = fmt.scale == "e4m3"
     args = dict(num_bits=fmt.element_bits, type="float", symmetric=True, group_size=fmt.block[1],
                 strategy="tensor_group" if nvfp4 else "group", scale_dtype="torch.float8_e4m3fn" if nvfp4 else "torch.uint8")
-    group = dict(targets=list(targets), weights=args | dict(dynamic=False),
+    names = lambda given: [given] if isinstance(given, str) else list(given)
+    group = dict(targets=names(targets), weights=args | dict(dynamic=False),
                  input_activations=args | dict(dynamic="local" if nvfp4 else True) if activations else None)
-    return dict(quant_method="compressed-tensors", format=kind, quantization_status="compressed", config_groups=dict(group_0=group), ignore=list(ignore))
+    return dict(quant_method="compressed-tensors", format=kind, quantization_status="compressed", config_groups=dict(group_0=group), ignore=names(ignore))

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['sqnr', 'SqnrRow', 'sqnr_table', 'sqnr_markdown', 'plot_sqnr', 'hadamard', 'qdq_hadamard', 'qdq_stochastic']
 
-# %% ../../nbs/15_quant.sqnr.ipynb #3545cc65
+# %% ../../nbs/15_quant.sqnr.ipynb #c6cc0a64
+import itertools
 import math
 import random
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import BlockFormat, _from_blocks, _to_blocks, element_codes, qdq
+from .formats import BlockFormat, _check_input, _from_blocks, _to_blocks, element_codes, qdq
 
 # %% ../../nbs/15_quant.sqnr.ipynb #6dfc43a3
 def sqnr(x: Tensor, fmt, rounder=qdq) -> float:
@@ -24,7 +25,7 @@ def sqnr(x: Tensor, fmt, rounder=qdq) -> float:
     signal, noise = (torch.linalg.vector_norm(v.float(), dtype=torch.float64) for v in (x, x.float() - y.float()))
     return math.inf if noise == 0 else float(20 * torch.log10(signal / noise))
 
-# %% ../../nbs/15_quant.sqnr.ipynb #ff9754dd
+# %% ../../nbs/15_quant.sqnr.ipynb #2872ffe8
 class SqnrRow(NamedTuple):
     "One line of an SQNR table."
     format: str             # name of the `BlockFormat`
@@ -35,14 +36,21 @@ class SqnrRow(NamedTuple):
 def sqnr_table(tensors: dict[str, Tensor], formats, rounder=qdq, option: str = "") -> list[SqnrRow]:
     """SQNR of every format on every named tensor, one row a format.
 
-    `rounder(x, fmt)` rounds; `option` names it in the rows. Lists of several calls add up to one table. Errors: those of `rounder`."""
+    `rounder(x, fmt)` rounds; `option` names it in the rows. Lists of several calls on the same tensors add up to one table. Errors: those of `rounder`;
+    `TypeError` where `formats` is one name instead of several."""
+    if isinstance(formats, (str, BlockFormat)): raise TypeError(f"formats is a list of formats, not the single {formats!r}")
     def cell(fmt, x): return math.nan if not fmt.book.signed and bool((x < 0).any()) else sqnr(x, fmt, rounder)
     return [SqnrRow(fmt.name, option, fmt.bits_per_element(), {name: cell(fmt, x) for name, x in tensors.items()})
             for fmt in map(BlockFormat.parse, formats)]
 
+def _tensor_names(rows):
+    names = list(rows[0].db) if rows else []
+    if any(list(r.db) != names for r in rows): raise ValueError("the rows of one SQNR table must have the same tensors, in the same order")
+    return names
+
 def sqnr_markdown(rows: list[SqnrRow]) -> str:
     "The rows as a Markdown table, dB with two digits, `–` for NaN."
-    names = list(rows[0].db)
+    names = _tensor_names(rows)
     lines = ["| format | option | bits | " + " | ".join(names) + " |", "|---|---|" + "---:|" * (len(names) + 1)]
     for r in rows: lines.append(f"| `{r.format}` | {r.option} | {r.bits:.3f} | " + " | ".join("–" if math.isnan(v) else f"{v:.2f}" for v in r.db.values()) + " |")
     return "\n".join(lines)
@@ -50,14 +58,15 @@ def sqnr_markdown(rows: list[SqnrRow]) -> str:
 def plot_sqnr(rows: list[SqnrRow], ax=None):
     "The rows as a dot plot, one colour a tensor; returns the axes. Needs matplotlib, imported here."
     import matplotlib.pyplot as plt
+    names = _tensor_names(rows)
     if ax is None: ax = plt.subplots(figsize=(7, 0.6 + 0.24 * len(rows)))[1]
-    for name, marker in zip(rows[0].db, "os^Dv<>p*hX" * len(rows[0].db)):
+    for name, marker in zip(names, itertools.cycle("os^Dv<>p*hX")):
         ax.plot([r.db[name] for r in rows], range(len(rows)), marker, ms=5, mfc="none", label=name)
     ax.set(yticks=range(len(rows)), yticklabels=[f"{r.format} {r.option}".strip() for r in rows], xlabel="SQNR, dB")
     ax.invert_yaxis(); ax.grid(axis="y", color="0.9"); ax.legend(fontsize=8)
     return ax
 
-# %% ../../nbs/15_quant.sqnr.ipynb #8c6995c3
+# %% ../../nbs/15_quant.sqnr.ipynb #3187d5df
 def _signs(block: int, seed: int | None) -> Tensor:
     "The diagonal of D: ±1 by seed, all +1 without one."
     draw = random.Random(seed).random if seed is not None else lambda: 1.0
@@ -67,8 +76,10 @@ def hadamard(x: Tensor, block: int = 16, seed: int | None = None, inverse: bool 
     """Orthonormal Hadamard transform H·D/√block of every run of `block` features (last dimension); `inverse` undoes it.
 
     Shape and dtype of x, float32 inside; differentiable. Signs by `seed`, the same in every run; None: none.
-    Errors: `ValueError` if `block` is no power of two or does not divide the features. Source: Ashkboos et al. 2024, arXiv:2404.00456."""
-    if block < 1 or block & (block - 1): raise ValueError(f"Hadamard block {block} must be a power of two")
+    Errors: `ValueError` if `block` is no power of two or does not divide the features, `TypeError` if x is not floating point.
+    Source: Ashkboos et al. 2024, arXiv:2404.00456."""
+    _check_input(x)
+    if not isinstance(block, int) or block < 1 or block & (block - 1): raise ValueError(f"Hadamard block {block} must be a power of two")
     if x.dim() == 0 or x.shape[-1] % block: raise ValueError(f"Hadamard block {block} must divide the {x.shape[-1] if x.dim() else 0} features of the last dimension")
     signs = _signs(block, seed).to(x.device)
     y = x.float().reshape(*x.shape[:-1], x.shape[-1] // block, block)
@@ -86,6 +97,7 @@ def qdq_hadamard(x: Tensor, fmt, block: int = 16, seed: int = 0) -> Tensor:
     """`qdq` of the rotated features, rotated back: what the other operand of a matrix product sees of x when both are rotated.
 
     Shape and dtype of x. Errors: those of `hadamard` and `qdq`."""
+    _check_input(x)
     return hadamard(qdq(hadamard(x.float(), block, seed), fmt), block, seed, inverse=True).to(x.dtype)
 
 # %% ../../nbs/15_quant.sqnr.ipynb #93048e28

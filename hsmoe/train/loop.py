@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #3846fe62
+# %% ../../nbs/73_train.loop.ipynb #ce83bf40
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from ..backends import choose_backends
+from ..backends import BackendError, choose_backends
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
 from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_files, lock_folder, prepare_corpus, sha256_file
 from ..data.loader import Loader, PackedDataset, Stage
@@ -56,7 +56,7 @@ def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> "MasterOptimizer |
     if o.matrices == "adamw": return adamw(groups)
     return MuonWithAdamW(groups, muon_pieces(model, per_head=o.matrices == "per_head_muon"), adamw, lr=o.peak_lr)
 
-# %% ../../nbs/73_train.loop.ipynb #9f457d5d
+# %% ../../nbs/73_train.loop.ipynb #84fb6d96
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -69,9 +69,10 @@ def stages_of(cfg:Config, steps:Resolved) -> list[Stage]:
     return [Stage(s.kind, max(1, round(s.share * steps.steps)) * cfg.train.batch_sequences) for s in cfg.data.curriculum] + [Stage("all")]
 
 def _backends(cfg:Config, device) -> dict:
-    "The backend of every operation, as `cfg.backends` wants them."
+    "The backend of every operation, as `cfg.backends` wants them; `TrainingError` for one that cannot be had."
     wanted = to_dict(cfg)["backends"]
-    return choose_backends(device, {k: v for k, v in wanted.items() if k != "strict"}, wanted["strict"])
+    try: return choose_backends(device, {k: v for k, v in wanted.items() if k != "strict"}, wanted["strict"])
+    except BackendError as e: raise TrainingError(f"{e}; set it to reference") from None
 
 class TrainState:
     "All that a step changes: model, optimiser, schedule, data position, counters, random generators."
@@ -93,8 +94,9 @@ class TrainState:
     def state_dict(self) -> dict:
         "Nested mapping of tensors and numbers; with it the next step is the same to the last bit."
         blockwise = blockwise_of(self.optimizer)
-        return dict(model=dict(self.model.state_dict()), formats=block_formats(self.model), state_block=blockwise and blockwise.block_size, optimizer=self.optimizer.state_dict(),
-                    scheduler=self.scheduler.state_dict(), loader=self.loader.state_dict(), rng=rng_state(), backends=dict(self.backends, device=self.device.type), **{k: getattr(self, k) for k in self.COUNTERS})
+        return dict(model=dict(self.model.state_dict()), formats=block_formats(self.model), state_block=blockwise and blockwise.block_size,
+                    optimizer=self.optimizer.state_dict(), scheduler=self.scheduler.state_dict(), loader=self.loader.state_dict(), rng=rng_state(),
+                    backends=dict(self.backends, device=self.device.type), **{k: getattr(self, k) for k in self.COUNTERS})
 
     def load_state_dict(self, state:dict) -> None:
         "Continue from what `state_dict` returned, with the backends that it was computed with where the device is of the same kind."
@@ -190,7 +192,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #93efd4d9
+# %% ../../nbs/73_train.loop.ipynb #d8070da2
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -301,7 +303,8 @@ class Run:
                 write_whole(self.dir / "corpus.json", json.dumps(dict(path=str(Path(self.corpus.folder).resolve()), fingerprint=self.corpus.fingerprint,
                                                                       tokenizer_sha256=sha256_file(self.dir / "tokenizer.json"))))
                 save_config(self.cfg, self.dir / "config.json")
-            write_whole(self.dir / (f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"), json.dumps(capture_env(self.cfg.train.seed) | dict(backends=self.state.backends), indent=1))
+            env = capture_env(self.cfg.train.seed) | dict(backends=self.state.backends)
+            write_whole(self.dir / (f"env-resumed-{max(0, last_step)}.json" if resume else "env.json"), json.dumps(env, indent=1))
             if not resume: save_config(self.cfg, self.dir / "config.yaml")
             self.log = MetricsLog(self.dir, tensorboard=self.cfg.train.tensorboard, wandb=self.cfg.train.wandb, config=to_dict(self.cfg), resume_step=last_step if resume else None)
             self.best, self.saved = self._best(), self.state.step or None      # a run that is past its beginning came from a checkpoint
@@ -455,7 +458,7 @@ def finish(self:Run) -> dict:
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #66f82890
+# %% ../../nbs/73_train.loop.ipynb #b3927d9e
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -493,10 +496,11 @@ def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
     "What can be refused before a corpus is prepared."
     with torch.device("meta"): build_model(cfg)      # formats and globs, without memory or time
     _one_process(cfg)
-    pick_device(cfg)
+    _backends(cfg, pick_device(cfg))
     if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
     if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
-    if cfg.optim.matrices != "adamw" and not hasattr(torch.optim, "Muon"): raise TrainingError(f"optim.matrices = {cfg.optim.matrices!r} needs torch.optim.Muon, which PyTorch {torch.__version__} does not have; install 2.9 or newer, or choose adamw")
+    if cfg.optim.matrices != "adamw" and not hasattr(torch.optim, "Muon"):
+        raise TrainingError(f"optim.matrices = {cfg.optim.matrices!r} needs torch.optim.Muon, which PyTorch {torch.__version__} does not have; install 2.9 or newer, or choose adamw")
     check_writable(Path(run_dir or "runs"))
     if run_dir and not resume: _no_run_in(Path(run_dir))
 
@@ -555,8 +559,8 @@ def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Co
         state = load_state(folder)
         if "formats" in state: set_block_formats(model, state["formats"])
         model.load_state_dict(state["model"])
-    except (RuntimeError, KeyError) as e:
-        if isinstance(e, CheckpointError): raise
+    except (RuntimeError, KeyError, ValueError) as e:
+        if isinstance(e, (CheckpointError, ConfigError)): raise
         raise TrainingError(f"checkpoint {folder} does not fit the configuration in {run_dir}/config.json: {' '.join(str(e).split())[:200]}") from e
     device = pick_device(_with_train(cfg, device="auto"))      # a run of a GPU can be read on a CPU
     return model.to(device).eval(), cfg
