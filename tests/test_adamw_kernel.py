@@ -1,5 +1,6 @@
 """The Triton step of the 8-bit AdamW against the reference: on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
 import os
+import re
 import subprocess
 import sys
 
@@ -32,7 +33,7 @@ def test_in_the_interpreter():
 @pytest.fixture(autouse=True)
 def few_long_programs(monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(kernels, "TILES", 4)
+        monkeypatch.setattr(kernels, "TILES", 8)
         monkeypatch.setattr(kernels, "ROUNDS", 2)
     monkeypatch.setattr(ADAMW, "chosen", {})
 
@@ -175,6 +176,60 @@ def test_stochastic_rounding_has_the_bits_of_the_reference():
         halves[(1,)](x, y, torch.tensor([stream], device=DEVICE), float(t), N=4096)
         want = kernels.stochastic_half(x, torch.arange(4096, device=DEVICE), stream, t).float()
         assert torch.equal(y.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@runs_kernels
+def test_what_changes_between_steps_is_noticed():
+    "Formats, gradients and compute weights that lie elsewhere or otherwise, other dtypes, a learning rate that is a tensor: never the numbers of the step before."
+    weights = [((32, 64), "nvfp4:8x8", BF16), ((1030,), None, BF16), ((48, 32), None, F32), ((9,), None, F32)]
+    named = parameters(weights), parameters(weights)
+    one, two = (AdamW8bit(n, lr=1e-2, min_8bit_size=128) for n in named)
+
+    def change(i, n, optimizer):
+        (_, tagged), (_, flat), (_, own), _ = n
+        if i == 1: tagged.block_format = BlockFormat.parse("nvfp4:16x16")
+        if i == 2:
+            tagged.data, own.data = tagged.data.t().contiguous().t(), own.data.clone()
+            flat.main_grad, own.grad = flat.main_grad.to(BF16), own.grad.t().contiguous().t()
+        if i == 3:
+            tagged.data, flat.main_grad = tagged.data.contiguous(), torch.cat([flat.main_grad[:1], flat.main_grad])[1:]      # not aligned
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+    for i in range(4):
+        for n, optimizer, backend in zip(named, (one, two), ("reference", "triton")):
+            feed(n, i)
+            change(i, n, optimizer)
+            step(optimizer, backend)
+        for (name, p), (_, q) in zip(*named): torch.testing.assert_close(one.master_of(p).data, two.master_of(q).data, rtol=2e-7, atol=3e-6, msg=f"{name} in step {i}")
+        assert torch.equal(named[1][0][1], compute_copy(named[1][0][1], two.master_of(named[1][0][1])))
+
+
+@runs_kernels
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("spoil, says", [
+    (lambda n: setattr(n[1][1], "main_grad", torch.zeros(4, device=DEVICE)), "the gradient of a weight of torch.float32 (1030,)"),
+    (lambda n: setattr(n[1][1], "main_grad", n[1][1].main_grad.double()), "takes dense float32, bfloat16 and float16"),
+    (lambda n: setattr(n[2][1], "grad", n[2][1].grad.to_sparse()), "takes dense"),
+    (lambda n: setattr(n[0][1], "data", torch.zeros(3, device=DEVICE, dtype=BF16)), "the compute weight of a weight"),
+    (lambda n: (setattr(n[2][1], "grad", None), setattr(n[2][1], "data", n[2][1].data.to(BF16)), setattr(n[2][1], "grad", torch.zeros_like(n[2][1]))), "convert or move a model first"),
+    (lambda n: setattr(n[2][1], "data", torch.zeros(32, 48, device=DEVICE).t()), "strides (1, 48)")])
+def test_what_does_not_fit_is_refused(backend, spoil, says):
+    named = parameters([((16, 64), "nvfp4:8x8", BF16), ((1030,), None, BF16), ((48, 32), None, F32)])
+    optimizer = AdamW8bit(named, min_8bit_size=128)
+    feed(named, 0)
+    step(optimizer, backend)
+    feed(named, 1)
+    spoil(named)
+    with pytest.raises(ValueError, match=re.escape(says)): step(optimizer, backend)
+
+
+@pytest.mark.parametrize("dtypes", [(F16, F32), (F32, F16)])
+def test_a_refused_state_changes_nothing(dtypes):
+    (one, _), (two, named) = ((AdamW8bit(n, min_8bit_size=128, master_dtype=dtype), n) for dtype, n in zip(dtypes, (cpu_parameters(), cpu_parameters())))
+    for _, p in named: p.main_grad = torch.ones_like(p, dtype=F32)
+    two.step()
+    before = [m.clone() for _, m in two.named_masters()]
+    with pytest.raises(ValueError, match="master of parameter 'a' is torch"): two.load_state_dict(one.state_dict())
+    assert all(torch.equal(m, old) for (_, m), old in zip(two.named_masters(), before)) and two.state_dict()["state"]["a"]["step"] == 1
 
 
 def test_float16_masters_resume_exactly():

@@ -118,7 +118,7 @@ def _write_all(moved):
         else:
             for (p, _), w in zip(pairs, qdq(torch.stack([master for _, master in pairs]).float(), fmt)): p.copy_(w)
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #9deb600d
+# %% ../../nbs/60_optim.adamw8bit.ipynb #cbe7faed
 class MasterOptimizer(_Masters):
     """Runs any torch optimiser class on fp32 masters and writes the compute weights after each step (DESIGN decision 1).
 
@@ -133,19 +133,22 @@ class MasterOptimizer(_Masters):
         if closure is not None:
             with torch.enable_grad(): loss = closure()
         self._give_settings()
-        pairs, grads = list(self._masters.items()), grads_of(self._masters)
+        grads = grads_of(self._masters)
         if hasattr(self.inner, "advance"): left = self.inner.advance(grads, self._computes)
-        else: left = self._run_inner(pairs, grads)
-        _write_all([pairs[i] for i in left])
+        else: left = self._run_inner(grads)
+        if left:
+            pairs = list(self._masters.items())
+            _write_all([pairs[i] for i in left])
         return loss
 
-    def _run_inner(self, pairs, grads):
+    def _run_inner(self, grads):
         "A step of any torch optimiser; the positions of the compute weights that have to follow."
-        for (_, master), grad in zip(pairs, grads):
+        masters = list(self._masters.values())
+        for master, grad in zip(masters, grads):
             if grad is not master.grad: master.grad = grad if grad is None else grad.to(master.dtype)
         self.inner.step()
-        left = [i for i, ((p, master), grad) in enumerate(zip(pairs, grads)) if master is not p and grad is not None]
-        for i in left: pairs[i][1].grad = None
+        left = [i for i, (p, grad) in enumerate(zip(self._masters, grads)) if masters[i] is not p and grad is not None]
+        for i in left: masters[i].grad = None
         return left
 
     def zero_grad(self, set_to_none: bool = True):
@@ -168,6 +171,8 @@ class MasterOptimizer(_Masters):
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         "Restores `state_dict()`; the compute weights are written from the masters. `ValueError`, nothing changed, if names, shapes or types differ."
+        if "codec" in state_dict and not hasattr(self.inner, "codec"):
+            raise ValueError(f"the optimiser state was written with {state_dict['codec']}, this optimiser is {type(self.inner).__name__}")
         groups, masters = self._groups_of(state_dict), self._masters_of(state_dict)
         place = {n: i for i, n in enumerate(self.names)}
         inner = {k: v for k, v in state_dict.items() if k != "masters"}
@@ -196,7 +201,7 @@ class MasterOptimizer(_Masters):
             if here != there: raise ValueError(f"the master of parameter {name!r} is {there} in the optimiser state and {here} in this optimiser")
         return [(p, m, theirs[n]) for n, (p, m) in mine.items()]
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #6e0ca369
+# %% ../../nbs/60_optim.adamw8bit.ipynb #929a39d9
 def _chunk_numel(device) -> int:
     "Elements worked on at once: what the cache of a CPU core holds, or enough to fill an accelerator."
     return 1 << 17 if device.type == "cpu" else 1 << 26
@@ -247,7 +252,8 @@ class _Arena:
             if (p.dtype, p.shape, p.device) != self.made[p] or not p.is_contiguous():
                 raise ValueError(f"a weight that was {_looks(*self.made[p])} when the optimiser was made is now {_looks(p.dtype, p.shape, p.device)} with strides {p.stride()}: "
                                  "convert or move a model first, then make its optimiser")
-            if grad.dtype not in GRADIENTS or grad.layout != torch.strided: raise ValueError(f"a gradient is {grad.layout} {grad.dtype}: 8-bit AdamW takes dense float32, bfloat16 and float16")
+            if grad.dtype not in GRADIENTS or grad.layout != torch.strided:
+                raise ValueError(f"a gradient is {grad.layout} {grad.dtype}: 8-bit AdamW takes dense float32, bfloat16 and float16")
             for name, x in (("gradient", grad), ("compute weight", compute)):
                 if x is not None and (x.shape, x.device) != (p.shape, p.device):
                     raise ValueError(f"the {name} of a weight of {_looks(p.dtype, p.shape, p.device)} is {_looks(x.dtype, x.shape, x.device)}: shape and device must be the same")
@@ -274,7 +280,12 @@ class _Arena:
                 end = at + b - a
         if run: yield run
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #7e745781
+# %% ../../nbs/60_optim.adamw8bit.ipynb #824008a7
+def _check_settings(lr, betas, eps, weight_decay):
+    try: fine = len(betas) == 2 and all(x >= 0 for x in (lr, eps, weight_decay, *betas)) and max(betas) < 1
+    except TypeError: fine = False
+    if not fine: raise ValueError(f"AdamW settings out of range: lr={lr!r}, eps={eps!r}, weight_decay={weight_decay!r} must be ≥ 0 and betas={betas!r} two numbers in [0, 1)")
+
 class BlockwiseAdamW(torch.optim.Optimizer):
     """AdamW on float32 parameters with block-wise 8-bit moments (SPEC Q-06, O-01); normally used through `AdamW8bit`.
 
@@ -283,13 +294,12 @@ class BlockwiseAdamW(torch.optim.Optimizer):
     __getstate__ = _no_copy
 
     def __init__(self, params, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, *, maps=None, block_size=256, min_8bit_size=4096, seed=0):
-        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
-            raise ValueError(f"AdamW settings out of range: lr={lr}, eps={eps}, weight_decay={weight_decay} must be ≥ 0 and betas={betas} in [0, 1)")
         if block_size not in (128, 256, 512): raise ValueError(f"block_size={block_size}: 8-bit states come in blocks of 128, 256 or 512")
         self.maps, self.block_size, self.min_8bit_size, self.seed, self.arenas = maps or (DynamicMap(True), DynamicMap(False)), block_size, min_8bit_size, seed, []
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
+        _check_settings(**{k: (self.defaults | param_group)[k] for k in ("lr", "betas", "eps", "weight_decay")})
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         first = sum(len(a.params) for a in self.arenas)
@@ -375,10 +385,10 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         for arena in self.arenas: arena.sets.clear()
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]): mine.update({k: v for k, v in saved.items() if k != "params"})
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #654a1dc2
+# %% ../../nbs/60_optim.adamw8bit.ipynb #c6313049
 def _small_step(group, members, grads, state, t):
     "AdamW with fp32 moments for tensors that have taken t steps, this one included."
-    (beta1, beta2), lr, params = group["betas"], group["lr"], members.masters
+    (beta1, beta2), lr, params = group["betas"], float(group["lr"]), members.masters
     members.arena.check(params, grads, members.computes)
     grads, ms, vs = [g.float() for g in grads], [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
     torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -393,7 +403,7 @@ def _small_step(group, members, grads, state, t):
 
 def _chunk_step(group, arena, chunk, t):
     "AdamW for neighbouring blocks of the arena: decode, update, encode, and move the weights with the fresh moments."
-    (beta1, beta2), lr = group["betas"], group["lr"]
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
     rows = slice(chunk[0][4], chunk[-1][4] + chunk[-1][3] - chunk[-1][2])
     m, v = (c.decode(code[rows], scale[rows]) for c, code, scale in zip(arena.maps, arena.code, arena.scale))
     weights, grads, ms, vs = [], [], [], []                  # per piece: views of the same elements, in the same order
@@ -419,7 +429,7 @@ def _reference_step(code, members, grads, group, t):
     for chunk in members.arena.chunks(members.masters, grads): _chunk_step(group, members.arena, chunk, t)
     return range(len(grads))
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #c39ae2b5
+# %% ../../nbs/60_optim.adamw8bit.ipynb #fdb58d60
 def _trial(step, device, maps):
     "Two steps of a tagged matrix and of a flat tensor with an incomplete block: (masters, compute weights, arena)."
     generator = torch.Generator().manual_seed(0)
@@ -443,12 +453,13 @@ def _check(step, device):
         for x, y in zip(arena.code, reference.code):
             if (x != y).float().mean() > 1e-3: return f"with {kind.__name__} {(x != y).float().mean():.1%} of the codes differ after two steps"
         for p, x in zip(computes, masters):
-            if not torch.equal(p, write_compute_(p.clone(), x) if p.ndim == 1 else qdq(x, p.block_format).to(p.dtype)): return f"with {kind.__name__} a compute weight is not its master, rounded"
+            want = write_compute_(p.clone(), x) if p.ndim == 1 else qdq(x, p.block_format).to(p.dtype)
+            if not torch.equal(p, want): return f"with {kind.__name__} a compute weight is not its master, rounded"
 
 ADAMW = Operation("adamw8bit", _reference_step, _check)
 ADAMW.add("triton", triton_step, why_not)
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #64bdd271
+# %% ../../nbs/60_optim.adamw8bit.ipynb #b240fe1f
 class AdamW8bit(MasterOptimizer):
     """AdamW with fp32 masters and 8-bit moments (SPEC Q-06, O-01): 2 bytes of state a parameter instead of 8.
 
@@ -464,8 +475,10 @@ class AdamW8bit(MasterOptimizer):
         if quant_map not in kinds: raise ValueError(f"quant_map={quant_map!r}: allowed are 'dynamic' and 'linear'")
         if master_dtype not in (torch.float32, torch.float16) or (master_dtype == torch.float16 and backend != "own"):
             raise ValueError(f"master_dtype={master_dtype}: allowed are torch.float32 and, with backend 'own', torch.float16")
+        if not isinstance(min_8bit_size, (int, float)): raise ValueError(f"min_8bit_size={min_8bit_size!r}: a number of elements, or math.inf")
+        if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: an integer")
         self._large = (master_dtype, max(1, min_8bit_size))
-        shared = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, min_8bit_size=min_8bit_size, fp32_gradients=fp32_gradients)
+        shared = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, min_8bit_size=min_8bit_size, fp32_gradients=fp32_gradients)
         if backend == "own": super().__init__(params, BlockwiseAdamW, maps=(kinds[quant_map](True), kinds[quant_map](False)), block_size=block_size, seed=seed, **shared)
         elif backend == "bnb":
             if (quant_map, block_size) != ("dynamic", 256): raise ValueError(f"backend 'bnb' has the dynamic map and blocks of 256 only, not {quant_map!r} and {block_size}")

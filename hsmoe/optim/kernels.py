@@ -166,7 +166,7 @@ def _stochastic_half(x, index, key):
     y = tl.where(x < 0, -y, y)
     return tl.where(tl.abs(x) < float("inf"), y, x)
 
-# %% ../../nbs/59_optim.kernels.ipynb #31d62514
+# %% ../../nbs/59_optim.kernels.ipynb #18d56b4b
 @kernel
 def _places(first, count, col0, unit, per_unit, stride, end, P: constexpr, H: constexpr, T: constexpr, C: constexpr, BLOCK: constexpr, MASKED: constexpr, ALIGN: constexpr):
     # for T tiles from number `first` of a program: which exist, where their elements lie, which of these do, their tile row and column, and where their codes lie
@@ -181,6 +181,23 @@ def _places(first, count, col0, unit, per_unit, stride, end, P: constexpr, H: co
     block = (over * P + h // H) * unit + col
     pos = tl.max_contiguous(tl.multiple_of(block * BLOCK + (h % H) * 128 + e, (1, 1, 4)), (1, 1, 4))
     return alive, at, inside, over, col, block, pos
+
+@kernel
+def _load(code_m, code_v, w_at, g_at, pos, at, alive, inside):
+    return tl.load(code_m + pos, alive, 0), tl.load(code_v + pos, alive, 0), tl.load(w_at + at, inside, 0.0), tl.load(g_at + at, inside, 0.0)
+
+@kernel
+def _update(m, v, w, g, decay, weight1, beta2, weight2, correction, eps, rate):
+    m = tl.fma(g - m, weight1, m)
+    v = tl.fma(g * g, weight2, v * beta2)
+    root = _sqrt(v)
+    return m, v, root, tl.fma(_divide(m, root * correction + eps), rate, w * decay)
+
+@kernel
+def _scale_places(row, over, col, alive, unit, P: constexpr, T: constexpr):
+    # where the scales of P x T blocks lie, and which of them exist: [P, 1, T, 1]
+    over, col, alive = tl.reshape(over, (1, 1, T, 1)), tl.reshape(col, (1, 1, T, 1)), tl.reshape(alive, (1, 1, T, 1))
+    return row + (over * P + tl.arange(0, P)[:, None, None, None]) * unit + col, alive
 
 @kernel
 def _adamw8bit(entries, programs, code_m, code_v, scale_m, scale_v, book_m, book_v, table_m, table_v, shrink,
@@ -206,30 +223,22 @@ def _adamw8bit(entries, programs, code_m, code_v, scale_m, scale_v, book_m, book
 
     # the numbers of the next tiles are under way while these are worked on
     alive, at, inside, over, col, block, pos = _places(0, count, col0, unit, per_unit, stride, end, P, H, T, C, BLOCK, MASKED, ALIGN)
-    next_qm, next_qv = tl.load(code_m + pos, alive, 0), tl.load(code_v + pos, alive, 0)
-    next_w, next_g = tl.load(w_at + at, inside, 0.0), tl.load(g_at + at, inside, 0.0)
+    next_qm, next_qv, next_w, next_g = _load(code_m, code_v, w_at, g_at, pos, at, alive, inside)
     for first in range(0, count, T):
         qm, qv, w, g = next_qm.to(tl.int32), next_qv.to(tl.int32), next_w.to(tl.float32), next_g.to(tl.float32)
         alive, at, inside, over, col, block, pos = _places(first + T, count, col0, unit, per_unit, stride, end, P, H, T, C, BLOCK, MASKED, ALIGN)
-        next_qm, next_qv = tl.load(code_m + pos, alive, 0), tl.load(code_v + pos, alive, 0)
-        next_w, next_g = tl.load(w_at + at, inside, 0.0), tl.load(g_at + at, inside, 0.0)
+        next_qm, next_qv, next_w, next_g = _load(code_m, code_v, w_at, g_at, pos, at, alive, inside)
         alive, at, inside, over, col, block, pos = _places(first, count, col0, unit, per_unit, stride, end, P, H, T, C, BLOCK, MASKED, ALIGN)
         m, v = _decode(qm, qv, scale_m, scale_v, row + block, alive, book_m, book_v, DYNAMIC)
-
-        m = tl.fma(g - m, weight1, m)
-        v = tl.fma(g * g, weight2, v * beta2)
-        root = _sqrt(v)
-        w = tl.fma(_divide(m, root * correction + eps), rate, w * decay)
+        m, v, root, w = _update(m, v, w, g, decay, weight1, beta2, weight2, correction, eps, rate)
         if MASTER == tl.float16:
             w = _stochastic_half(w, (base + at).to(tl.uint32), key)
         tl.store(w_at + at, w.to(MASTER), inside)
         if COMPUTE is not None:
             x = w if F is None else _on_grid(w, F, FR, FC, P * H, T, RL, C)
             tl.store(c_at + at, x.to(COMPUTE), inside)
-
-        over4, col4, live4 = tl.reshape(over, (1, 1, T, 1)), tl.reshape(col, (1, 1, T, 1)), tl.reshape(alive, (1, 1, T, 1))
-        s_at = row + (over4 * P + tl.arange(0, P)[:, None, None, None]) * unit + col4
-        qm, qv = _encode(m, v, root, scale_m, scale_v, s_at, live4, table_m, table_v, shrink, DYNAMIC, P, H, T)
+        s_at, s_alive = _scale_places(row, over, col, alive, unit, P, T)
+        qm, qv = _encode(m, v, root, scale_m, scale_v, s_at, s_alive, table_m, table_v, shrink, DYNAMIC, P, H, T)
         tl.store(code_m + pos, qm.to(code_m.dtype.element_ty), alive)
         tl.store(code_v + pos, qv.to(code_v.dtype.element_ty), alive)
 
@@ -299,7 +308,7 @@ def _constants(arena, master, grad, compute, fmt, cols, pairs, masked, align):
     return dict(MASTER=_TYPES[master], GRAD=_TYPES[grad], COMPUTE=_TYPES.get(compute), F=fmt and kernel_format(fmt), FR=fmt.block[0] if fmt else 1, FC=fmt.block[1] if fmt else 1,
                 DYNAMIC=isinstance(arena.maps[0], DynamicMap), BLOCK=arena.code[0].shape[1], C=cols, P=pairs, T=TILES, MASKED=masked, ALIGN=align)
 
-# %% ../../nbs/59_optim.kernels.ipynb #9177a4c6
+# %% ../../nbs/59_optim.kernels.ipynb #35c2fcf3
 _PLACED = {}
 
 def _tables(codec, device):
@@ -321,7 +330,7 @@ def _plan(members, grads):
     addresses = np.zeros((3, len(grads)), np.int64)
     addresses[0], addresses[1], addresses[2, members.apart] = map(_addresses, (members.masters, grads, written))
     kinds = (list(map(_dtype, grads)), list(map(_dtype, written)), list(map(torch.Tensor.is_contiguous, written)),
-             [getattr(c, "block_format", None) for c in written], (addresses % 16 == 0).all(0).tolist())
+             [getattr(c, "block_format", None) for c in written], (np.bitwise_or.reduce(addresses) & 15 == 0).tolist())
     known = plan is not None and plan.kinds == kinds
     weights, gradients, compute_weights = (addresses != plan.addresses).any(1).tolist() if known else (True, True, True)
     if weights or compute_weights or gradients and _sizes(grads) != members.sizes: members.arena.check(members.masters, grads, members.computes)
@@ -334,7 +343,9 @@ def triton_step(code, members, grads, group, t: int) -> list:
 
     `code`: the codes of the arena's first moment. The masters and the arena change in place, and so do the compute weights, but for those whose positions are returned."""
     arena = members.arena
-    if not all(map(torch.Tensor.is_contiguous, grads)): grads = [g.contiguous() for g in grads]
+    if not all(map(torch.Tensor.is_contiguous, grads)):
+        arena.check(members.masters, grads, members.computes)            # a sparse gradient cannot be made contiguous
+        grads = [g.contiguous() for g in grads]
     plan = _plan(members, grads)
     (beta1, beta2), lr = group["betas"], group["lr"]
     numbers = dict(decay=1 - lr * group["weight_decay"], weight1=1 - beta1, beta2=beta2, weight2=1 - beta2,
