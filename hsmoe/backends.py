@@ -48,7 +48,7 @@ class Operation:
             message = str(e).strip().splitlines() or ["no message"]
             return f"its check failed with {type(e).__name__}: {message[0]}"
 
-# %% ../nbs/01_backends.ipynb #ca502094
+# %% ../nbs/01_backends.ipynb #cd3ec0c4
 @patch
 def choose(self: Operation, device="cpu", wanted: str = "auto", strict: bool = False) -> str:
     """Choose, check and remember the backend for a device; returns its name.
@@ -70,15 +70,16 @@ def choose(self: Operation, device="cpu", wanted: str = "auto", strict: bool = F
 
 @patch
 def __call__(self: Operation, x: torch.Tensor, *args, **kw):
+    "Run the backend chosen for x's kind of device."
     if not isinstance(x, torch.Tensor): raise TypeError(f"{self.name} takes a tensor first, not {type(x).__name__}")
     kind = x.device.type
     if kind not in self.chosen: self.choose(x.device)
     return self.backends[self.chosen[kind]].run(x, *args, **kw)
 
-def choose_backends(device, wanted: dict = {}, strict: bool = False) -> dict:
-    """`choose` for every operation known, at the start of a run; `{operation: backend}`, which belongs in the run's record.
+def choose_backends(device, wanted: dict, strict: bool = False) -> dict:
+    """`choose` for the operations of `wanted`, {operation: backend or "auto"}, at the start of a run; {operation: backend}, which belongs in the run's record.
 
-    Names that `wanted` lacks are "auto". Errors: those of `choose`, and `BackendError` for an operation that does not exist."""
+    Errors: those of `choose`, and `BackendError` for an operation that does not exist."""
     unknown = sorted(set(wanted) - set(OPERATIONS))
     if unknown: raise BackendError(f"backends.{unknown[0]} names no operation; known are {', '.join(OPERATIONS)}")
-    return {name: op.choose(device, wanted.get(name, "auto"), strict) for name, op in OPERATIONS.items()}
+    return {name: OPERATIONS[name].choose(device, backend, strict) for name, backend in wanted.items()}

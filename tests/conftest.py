@@ -20,6 +20,12 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def denormals():
+    "A run flushes them in its process; every test begins without that."
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
     "Forty modules of the standard library, in a folder with a space and an umlaut in its name."

@@ -69,9 +69,19 @@ def test_records_hold_what_must_hold(name, card):
     assert found["must"] is not None and found["value"] <= found["must"]
 
 
+def test_the_kernels_were_as_fast_as_they_must_be():
+    "The records of one H200: at least 85 % of a copy and twice torch.compile; the optimiser's step within its milliseconds."
+    qdq = {r["name"]: r for r in newest_record(ROOT / "nbs/bench/results", "quant", "h200")["rows"]}
+    for name in ("nvfp4_1x16", "nvfp4_8x8", "nvfp4_16x16", "mxfp8_e4m3_1x32", "ue5m3_1x32"):
+        assert qdq["qdq_" + name]["value"] >= qdq["qdq_" + name]["must"] and qdq["qdq_" + name]["of_ceiling"] >= 0.85 and qdq["qdq_" + name]["ratio"] >= 2
+    adamw = {r["name"]: r for r in newest_record(ROOT / "nbs/bench/results", "optimizer", "h200")["rows"]}
+    for name, must in dict(adamw8bit_plain=4.8, adamw8bit_nvfp4_8x8=5.3).items():
+        assert adamw[name]["must"] == must >= adamw[name]["value"] and adamw[name + "_extra_memory"]["value"] < 1
+
+
 def test_a_bench_that_cannot_run(hsmoe_cli, tmp_path, small_overrides):
     result = hsmoe_cli("bench", "qualitty")
-    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are quality"
+    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are formats, muon, optimizer, quality, quant"
     result = hsmoe_cli("bench", "quality", "--output", "out/quality.ipynb", "-p", "steps", "1", "-p", "overrides", json.dumps(small_overrides + ["data.sources=[no/such/corpus]"]))
     assert result.returncode == 2 and "no/such/corpus" in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr.splitlines()[-1]
     assert not (tmp_path / "nbs").exists()

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['TILES', 'WARPS', 'ROUNDS', 'stochastic_half', 'Members', 'triton_step', 'why_not']
 
-# %% ../../nbs/59_optim.kernels.ipynb #6af0ca3e
+# %% ../../nbs/59_optim.kernels.ipynb #467a4331
 from contextlib import nullcontext
 
 import numpy as np
 import torch
 
 from .blockwise import DynamicMap, LinearMap
-from ..quant.kernels import block_steps, constexpr, kernel, kernel_format, tl, to_grid, triton
+from ..quant.kernels import _steps, _to_grid, constexpr, kernel, kernel_format, tl, triton
 
 # %% ../../nbs/59_optim.kernels.ipynb #28c4ee5a
 @kernel
@@ -119,7 +119,7 @@ def _encode(m, v, root, scale_m, scale_v, at, alive, table_m, table_v, shrink, D
     tl.store(scale_v + at, sv, alive)
     return qm, qv
 
-# %% ../../nbs/59_optim.kernels.ipynb #4348c1bb
+# %% ../../nbs/59_optim.kernels.ipynb #5fc5527c
 @kernel
 def _on_grid(w, F: constexpr, FR: constexpr, FC: constexpr, N: constexpr, T: constexpr, RL: constexpr, C: constexpr):
     # the new weights [N, T, 128] rounded to format F with blocks of FR x FC
@@ -127,8 +127,8 @@ def _on_grid(w, F: constexpr, FR: constexpr, FC: constexpr, N: constexpr, T: con
     x = tl.reshape(w, (N * RL // max(FR, RL), FR // FL, T, RL // FL, FL, C // FC, FC))
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.max(tl.max(bits, 1, keep_dims=True), 6, keep_dims=True), 4, keep_dims=True).to(tl.float32, bitcast=True)
-    step, out = block_steps(amax, F)
-    return tl.reshape(to_grid(x, step, F) * out, (N, T, 128))
+    step, out = _steps(amax, F)
+    return tl.reshape(_to_grid(x, step, F) * out, (N, T, 128))
 
 # %% ../../nbs/59_optim.kernels.ipynb #6c3e721f
 def _mix(x):
