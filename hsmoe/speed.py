@@ -6,7 +6,7 @@
 __all__ = ['QDQ_FORMATS', 'OURS', 'MUST', 'clock', 'copy_rate', 'records_by_card', 'extra_bytes', 'plain_qdq', 'time_qdq',
            'parameters', 'time_adamw']
 
-# %% ../nbs/86_speed.ipynb #9a94a32a
+# %% ../nbs/86_speed.ipynb #f9a4ce7e
 import functools
 import json
 import time
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .bench import newest_record, row
 from .optim.adamw8bit import AdamW8bit
-from .quant.formats import SCALES, BlockFormat, _reach
+from .quant.formats import BlockFormat, _reach
 from .quant.formats import qdq as reference_qdq
 from .quant.kernels import qdq
 

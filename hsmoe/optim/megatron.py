@@ -5,15 +5,14 @@
 # %% auto #0
 __all__ = ['why_no_megatron', 'megatron_optimizer', 'on_cpu']
 
-# %% ../../nbs/65_optim.megatron.ipynb #00da9ee0
+# %% ../../nbs/65_optim.megatron.ipynb #38b27c04
 import copy
 import dataclasses
 import importlib.util
 from functools import cached_property
 import torch
 from torch.overrides import TorchFunctionMode
-from .adamw8bit import BlockwiseAdamW
-from .blockwise import DynamicMap, LinearMap
+from .adamw8bit import BlockwiseAdamW, check_block_size, maps_of
 from ..quant.fake import write_compute_
 
 # %% ../../nbs/65_optim.megatron.ipynb #48f8ee31
@@ -119,7 +118,7 @@ class _BlockwiseFloat16(_Blockwise):
         super().load_state_dict(state_dict | {"fp32_from_fp16_params": masters})
         self._copy_main_params_to_model_params()
 
-# %% ../../nbs/65_optim.megatron.ipynb #2792be42
+# %% ../../nbs/65_optim.megatron.ipynb #c37511ed
 def _take_over(made, config, **kw):
     "A wrapper that Megatron has built, as one with a `BlockwiseAdamW` on the same fp32 parameters; a rank without parameters keeps its empty one."
     if made.is_stub_optimizer: return made
@@ -151,13 +150,11 @@ def megatron_optimizer(
     Needs Megatron's process groups. Parameters tagged by `quantize_model` start from their `master` and stay on their grid.
     Errors: `ImportError` without Megatron Core; `ValueError` for a setting that cannot be honoured, before anything is built."""
     if why_no_megatron(): raise ImportError(why_no_megatron())
-    kinds, model_chunks = {"dynamic": DynamicMap, "linear": LinearMap}, list(model_chunks)
-    if quant_map not in kinds: raise ValueError(f"quant_map={quant_map!r}: allowed are 'dynamic' and 'linear'")
-    if block_size not in (128, 256, 512): raise ValueError(f"block_size={block_size}: 8-bit states come in blocks of 128, 256 or 512")
+    model_chunks, maps = list(model_chunks), maps_of(quant_map)
+    check_block_size(block_size)
     if (refusal := _refusal(config, model_chunks)): raise ValueError(refusal)
     from megatron.core.optimizer import get_megatron_optimizer
     chain = get_megatron_optimizer(config, model_chunks, **kw)
-    maps = kinds[quant_map](True), kinds[quant_map](False)
     ours = dict(maps=maps, block_size=block_size, min_8bit_size=min_8bit_size)
     chain.chained_optimizers = [_take_over(made, config, **ours) for made in chain.chained_optimizers]
     return chain

@@ -5,9 +5,7 @@
 # %% auto #0
 __all__ = ['cut', 'PiecewiseMuon', 'muon_pieces', 'MuonWithAdamW']
 
-# %% ../../nbs/64_optim.muon.ipynb #9eb901f2
-import math
-from functools import partial
+# %% ../../nbs/64_optim.muon.ipynb #c17bec51
 from itertools import product
 
 import torch
@@ -75,7 +73,7 @@ def muon_pieces(model, per_head: bool = True) -> dict:
             pieces[f"{prefix}.{name}"] = (R // rows, C // columns)
     return pieces
 
-# %% ../../nbs/64_optim.muon.ipynb #7324b9ef
+# %% ../../nbs/64_optim.muon.ipynb #fb3b6f3b
 class _MuonMasters(MasterOptimizer):
     "`PiecewiseMuon` on masters, which are cut as their parameters."
     def _adopt(self, p):
@@ -129,9 +127,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def master_of(self, p): return self.parts["muon" if p in self.parts["muon"]._masters else "adamw"].master_of(p)
 
     def state_bytes(self) -> int:
-        "Bytes of momentum, moments and their scales; masters, step counts and constant code books not counted."
-        states = [s for part in self.parts.values() for s in part.inner.state.values()]
-        return sum(t.nbytes for s in states for k, t in s.items() if isinstance(t, torch.Tensor) and k != "step" and not k.startswith("qmap"))
+        "`MasterOptimizer.state_bytes` of both."
+        return sum(part.state_bytes() for part in self.parts.values())
 
     def set_block_size(self, block_size: int):
         "Re-cuts the 8-bit states of AdamW, between two steps; Muon's momentum has no blocks. `ValueError` where AdamW's states are in fp32."

@@ -5,15 +5,14 @@
 # %% auto #0
 __all__ = ['Domination', 'dominated_rows', 'blockwise_of', 'dominated_blocks', 'halve_blocks']
 
-# %% ../../nbs/66_optim.recut.ipynb #9ee7091d
+# %% ../../nbs/66_optim.recut.ipynb #b8f7e0b8
 from typing import NamedTuple, Optional
 
 import torch
 
 from .adamw8bit import BlockwiseAdamW
-from .blockwise import BlockLayout
 
-# %% ../../nbs/66_optim.recut.ipynb #8b5325b8
+# %% ../../nbs/66_optim.recut.ipynb #237c615d
 class Domination(NamedTuple):
     "Shares of the blocks that are not all zero in which one element outweighs all others, and how many such blocks there are (of the second moment)."
     exp_avg: float
@@ -37,10 +36,8 @@ def dominated_blocks(opt) -> Optional[Domination]:
     Reads all states: for a run in trouble, not for every step."""
     inner, counts = blockwise_of(opt), [[0, 0], [0, 0]]
     if inner is None: return None
-    for group in inner.param_groups:
-        for p in group["params"]:
-            if "exp_avg" in inner.state[p]: continue                      # fp32 moments of a small parameter
-            layout = BlockLayout(p.shape, inner.block_size, tiled=getattr(p, "block_format", None) is not None)
+    for arena in inner.arenas:
+        for p, layout in arena.layout.items():                            # the parameters whose moments have blocks
             m, v = inner.moments(p)
             for count, energy in zip(counts, (m.square(), v)):
                 for i, n in enumerate(dominated_rows(layout.to_blocks(energy))): count[i] += n
