@@ -12,13 +12,13 @@ from typing import Callable, NamedTuple
 import torch
 from fastcore.basics import patch
 
-# %% ../nbs/01_backends.ipynb #69b91826
+# %% ../nbs/01_backends.ipynb #3dc941c3
 class BackendError(ValueError):
     "A backend that was asked for does not exist, cannot run here, or computes something else than the reference."
 
 class Backend(NamedTuple):
     "One implementation of an operation."
-    run: Callable
+    run: Callable            # or a tuple of functions
     why_not: Callable        # device → why it cannot run there, or None
 
 OPERATIONS = {}
@@ -26,14 +26,15 @@ OPERATIONS = {}
 class Operation:
     """The implementations of one operation, by name; `reference` is the first (DESIGN decision 3).
 
-    `check(run, device)` calls `run` and the reference on a small random input and returns a sentence where they differ, or None.
-    Calling the operation calls what `choose` has chosen for devices of the kind of its first argument; without a choice, "auto" is chosen then."""
-    def __init__(self, name: str, reference: Callable, check: Callable):
+    `check(run, device)` compares `run` with the reference on a small random input and returns a sentence where they differ, or None.
+    An implementation is a function, or a tuple of functions that belong together. `of(device)` is the chosen one; calling the operation
+    calls the one for its first argument's kind of device."""
+    def __init__(self, name: str, reference, check: Callable):
         self.name, self.check = name, check
         self.backends, self.chosen = {"reference": Backend(reference, lambda device: None)}, {}
         OPERATIONS[name] = self
 
-    def add(self, name: str, run: Callable, why_not: Callable = lambda device: None) -> None:
+    def add(self, name: str, run, why_not: Callable = lambda device: None) -> None:
         "Another implementation, preferred to those before it."
         self.backends[name] = Backend(run, why_not)
 
@@ -42,13 +43,13 @@ class Operation:
         if name == "reference": return None
         backend, device = self.backends[name], torch.device(device)
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):      # a check leaves the caller's random numbers as they were
+            with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):      # a check leaves the caller's random numbers as they were
                 return backend.why_not(device) or self.check(backend.run, device)
         except Exception as e:
             message = str(e).strip().splitlines() or ["no message"]
             return f"its check failed with {type(e).__name__}: {message[0]}"
 
-# %% ../nbs/01_backends.ipynb #cd3ec0c4
+# %% ../nbs/01_backends.ipynb #61f24387
 @patch
 def choose(self: Operation, device="cpu", wanted: str = "auto", strict: bool = False) -> str:
     """Choose, check and remember the backend for a device; returns its name.
@@ -69,12 +70,17 @@ def choose(self: Operation, device="cpu", wanted: str = "auto", strict: bool = F
         warnings.warn(f"backend {name!r} of {self.name} is left out on {device.type}: {trouble}", stacklevel=2)
 
 @patch
+def of(self: Operation, device):
+    "The implementation chosen for devices of this kind; without a choice, \"auto\" is chosen now. Errors: those of `choose`."
+    kind = torch.device(device).type
+    if kind not in self.chosen: self.choose(device)
+    return self.backends[self.chosen[kind]].run
+
+@patch
 def __call__(self: Operation, x: torch.Tensor, *args, **kw):
     "Run the backend chosen for x's kind of device."
     if not isinstance(x, torch.Tensor): raise TypeError(f"{self.name} takes a tensor first, not {type(x).__name__}")
-    kind = x.device.type
-    if kind not in self.chosen: self.choose(x.device)
-    return self.backends[self.chosen[kind]].run(x, *args, **kw)
+    return self.of(x.device)(x, *args, **kw)
 
 def choose_backends(device, wanted: dict, strict: bool = False) -> dict:
     """`choose` for the operations of `wanted`, {operation: backend or "auto"}, at the start of a run; {operation: backend}, which belongs in the run's record.

@@ -48,15 +48,18 @@ def taken_by(preset:str, answers:dict) -> Optional[str]:
     as_it_is = config_hash(load_config(preset))
     return next((a for a, overrides in answers.items() if config_hash(load_config(preset, overrides)) == as_it_is), None)
 
-# %% ../nbs/85_bench.ipynb #51fd6fb8
+# %% ../nbs/85_bench.ipynb #f53bcf9b
 def _kept(folder:Path, cfg:Config) -> dict:
     "What stays of a finished run whose folder may go."
     metrics = read_metrics(folder)
-    (at, curve), whole, seconds = series(metrics, "next_token"), series(metrics, "loss")[1], series(metrics, "seconds_per_step")[1]
+    (at, curve), seconds = series(metrics, "next_token"), series(metrics, "seconds_per_step")[1]
     pieces = np.array_split(np.arange(len(at)), min(50, len(at)))
+    def means(name):
+        values = series(metrics, name)[1]
+        return [float(np.mean([values[i] for i in p])) for p in pieces]
     env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     return dict(config=to_dict(cfg), report=json.loads((folder / "report.json").read_text(encoding="utf-8")), step=[at[p[-1]] for p in pieces],
-                curve=[float(np.mean([curve[i] for i in p])) for p in pieces], loss=[float(np.mean([whole[i] for i in p])) for p in pieces], seconds_per_step=float(np.median(seconds)), val=list(zip(*series(metrics, "val_loss"))),
+                curve=means("next_token"), loss=means("loss"), entropy=means("entropy"), max_over_mean=means("expert_load_max_over_mean"), collapsed=means("collapsed_layers"), seconds_per_step=float(np.median(seconds)), val=list(zip(*series(metrics, "val_loss"))),
                 loads=late_loads(metrics, resolve(cfg).steps).tolist(), env={k: env[k] for k in ("python", "platform", "packages", "commit", "source_sha256", "cpus", "gpus")})
 
 class _Children:

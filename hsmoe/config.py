@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Optional, Union
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-# %% ../nbs/00_config.ipynb #478e7d82
+# %% ../nbs/00_config.ipynb #eac8304f
 class ConfigError(ValueError):
     "A configuration that cannot be run: one sentence that says what is wrong, where, and what is allowed."
 
@@ -53,10 +53,11 @@ class InitSection(Section):
     router_bias: Optional[float] = None           # None: no bias parameter; a number: a bias that starts there
 
 class RouterSection(Section):
-    "How tokens choose experts, and what keeps the load even (SPEC M-04, S-01, S-03)."
+    "How tokens choose experts, and what keeps the load even (SPEC M-04, S-01, S-02, S-03)."
     straight_through: Literal["ste", "topk", "default_moe"] = "ste"
     temperature: float = Field(1.0, gt=0)
-    bias_update_rate: float = Field(0.001, ge=0)  # 0 turns bias balancing off
+    balance: Literal["none", "bias", "quantile"] = "quantile"   # what moves the balancing bias between steps
+    bias_update_rate: float = Field(0.001, ge=0)  # step of balance "bias", in units of a logit
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
 # %% ../nbs/00_config.ipynb #d2b7d6cd
@@ -114,7 +115,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #f93a6f2c
+# %% ../nbs/00_config.ipynb #b7d2ac1e
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -145,6 +146,10 @@ class BackendsSection(Section):
     "Which implementation of an operation runs (DESIGN decision 3); \"auto\": the fastest that the device has and that agrees with the reference."
     qdq: Literal["auto", "reference", "triton"] = "auto"          # quantise and dequantise
     adamw8bit: Literal["auto", "reference", "triton"] = "auto"    # the 8-bit AdamW step
+    router: Literal["auto", "reference", "triton"] = "auto"       # logits, choice, gates and statistics
+    dispatch: Literal["auto", "reference", "triton"] = "auto"     # rows to experts and back
+    experts: Literal["auto", "reference", "grouped", "grouped_mm", "cute", "triton", "hopper"] = "auto"    # routed and shared experts
+    ffn: Literal["auto", "reference", "triton"] = "auto"          # the dense gated path and the norms
     strict: bool = False                                          # a kernel that disagrees with the reference ends the run instead of being left out
 
 class Config(Section):

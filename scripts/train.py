@@ -53,7 +53,7 @@ KEYS = dict(
     restart_interval="schedule.restart_interval", decay_alpha="mtp.alpha", lambda_entropy="mtp.entropy_lambda", batch_size="train.batch_sequences",
 )
 SECTIONS = ("model", "init", "optim", "schedule")       # honoured as a whole
-HONOURED = {*KEYS.values(), "quant.softmax", "mtp.max_depth", "mtp.trunk_gradient", "router.straight_through", "router.temperature", "router.bias_update_rate", "router.z_loss",
+HONOURED = {*KEYS.values(), "quant.softmax", "mtp.max_depth", "mtp.trunk_gradient", "router.straight_through", "router.temperature", "router.balance", "router.bias_update_rate", "router.z_loss",
             "quant.weights", "quant.sites", "data.seq_len", "parallel.ep", "parallel.dp", "parallel.tp",
             *(f"train.{k}" for k in ("dtype", "device", "threads", "seed", "log_every", "histogram_every", "checkpoint_every")),
             "train.micro_batch_sequences"}              # must divide the batch; changes no gradient, and this loop runs a batch at once

@@ -1,5 +1,5 @@
 """The notebooks under nbs/bench through `hsmoe bench`, with a handful of steps: tables, pictures, sentences and the record."""
-import json
+import json, math
 
 import pytest
 
@@ -79,9 +79,30 @@ def test_the_kernels_were_as_fast_as_they_must_be():
         assert adamw[name]["must"] == must >= adamw[name]["value"] and adamw[name + "_extra_memory"]["value"] < 1
 
 
+def test_moe(hsmoe_cli, tmp_path):
+    given = dict(device="cpu", tokens=60, d_model=32, n_experts=5, top_k=3, inner=24, dense_inner=16, n_shared=2, results_dir="some results")
+    result = hsmoe_cli("bench", "moe", "--output", "out/moe.ipynb", *(word for k, v in given.items() for word in ("-p", k, v)), timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (path,) = (tmp_path / "some results").iterdir()
+    record = json.loads(path.read_text())
+    rows, settings = {r["name"]: r for r in record["rows"]}, record["settings"]
+    assert path.name == f"moe-cpu-{record['date']}.json" and record["ceilings"].keys() == {"matmul_tflops", "dense_tflops", "copy_gb_s"}
+    assert settings["flops"] == dict(routed=4 * 60 * 3 * 32 * 24, block=4 * 60 * 32 * 24 * 5 + 6 * 60 * 32 * 16 + 2 * 60 * 32 * 5)
+    assert {f"{what}_{way}" for what in ("routed", "block", "grouped_mm_eager", "python_loop") for way in ("fwd", "fwdbwd")} <= rows.keys()
+    assert {f"routed_{way}_{kind}" for way in ("fwd", "fwdbwd") for kind in ("zipf", "onehot", "n32", "n48", "reference")} | {"routed_fwdbwd_adding"} <= rows.keys()
+    assert all(0 < r["value"] < math.inf and r["must"] is None for r in record["rows"] if r["unit"] == "TFLOP/s"), "a small shape on a CPU has nothing to reach"
+    assert all(rows[f"error_{what}_{backend}"]["value"] < 1e-6 for what in ("forward", "dx", "dw_in", "db_in", "dw_out", "db_out") for backend in ("reference", "grouped"))
+    best = max(("grouped_mm_eager", "python_loop"), key=lambda n: rows[f"{n}_fwd"]["value"])
+    if settings["notes"]["peers not timed"].keys() >= {"transformers"}: assert rows["routed_fwd"]["peer"] == best and rows["routed_fwd"]["ratio"] == rows["routed_fwd"]["value"] / rows[f"{best}_fwd"]["value"]
+    assert settings["notes"]["backends not usable"]["hopper"] == "Hopper kernels need a GPU"
+    assert sum(p["flops"] for p in settings["pieces"]) == 3 * settings["flops"]["block"]
+    made = outputs(tmp_path / "out/moe.ipynb")
+    assert sum("image/png" in o.get("data", {}) for o in made) == 2 and sum("text/markdown" in o.get("data", {}) for o in made) == 4
+
+
 def test_a_bench_that_cannot_run(hsmoe_cli, tmp_path, small_overrides):
     result = hsmoe_cli("bench", "qualitty")
-    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are formats, muon, optimizer, quality, quant"
+    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are formats, moe, muon, optimizer, quality, quant, router"
     result = hsmoe_cli("bench", "quality", "--output", "out/quality.ipynb", "-p", "steps", "1", "-p", "overrides", json.dumps(small_overrides + ["data.sources=[no/such/corpus]"]))
     assert result.returncode == 2 and "no/such/corpus" in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr.splitlines()[-1]
     assert not (tmp_path / "nbs").exists()

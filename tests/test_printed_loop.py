@@ -129,11 +129,11 @@ def test_without_overrides_the_printed_formats_and_values_run(recorded):
 
 def test_every_override_arrives(recorded):
     seen = recorded("model.qk_norm=true", "model.moe_out_norm=false", "model.norm_eps=1e-5", "model.position=none", "model.dropout=0.25", "quant.softmax=normalised", "mtp.max_depth=3",
-                    "router.straight_through=topk", "router.temperature=2.0", "router.bias_update_rate=0.25", "init.router_std=0.5", "init.router_bias=-0.5", "init.embed_std=0.03", "init.expert_std=0.04",
+                    "router.straight_through=topk", "router.temperature=2.0", "router.balance=quantile", "router.bias_update_rate=0.25", "init.router_std=0.5", "init.router_bias=-0.5", "init.embed_std=0.03", "init.expert_std=0.04",
                     "quant.weight_format=nvfp4:8x8", "quant.activation_format=null", "quant.attention_format=mxfp8_e5m2",
                     "optim.peak_lr=0.001", "optim.betas=[0.8, 0.9]", "optim.eps=1e-6", "optim.weight_decay=0.0", "optim.clip_norm=0.5", "optim.block_size=128", "optim.states=linear",
                     "mtp.alpha=0.8", "mtp.entropy_lambda=0.2", "mtp.trunk_gradient=0.7", "schedule.restart_interval=7", "schedule.final_lr=1e-6", "schedule.warmup=1", "schedule.qat_fraction=0.5", "schedule.qat_factor=0.25", "train.dtype=bfloat16")
-    want = dict(qk_norm=True, moe_out_norm=False, norm_eps=1e-5, rope=False, dropout=0.25, softmax="normalised", max_depth=3, straight_through="topk", router_temperature=2.0, bias_update_rate=0.25,
+    want = dict(qk_norm=True, moe_out_norm=False, norm_eps=1e-5, rope=False, dropout=0.25, softmax="normalised", max_depth=3, straight_through="topk", router_temperature=2.0, balance="quantile", bias_update_rate=0.25,
                 router_std=0.5, router_bias=-0.5, embed_std=0.03, expert_std=0.04)
     assert {k: seen["HybridSparseMoEModel"][k] for k in want} == want
     assert seen["quantize_model"] == dict(weight_format="nvfp4:8x8", activation_format=None, attention_format="mxfp8_e5m2")

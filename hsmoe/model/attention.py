@@ -6,7 +6,7 @@
 __all__ = ['SOFTMAX_MODES', 'RMSNorm', 'rope_table', 'apply_rope', 'quantized_attention_reference', 'quantized_attention',
            'KVCache', 'Attention']
 
-# %% ../../nbs/30_model.attention.ipynb #0ab353d0
+# %% ../../nbs/30_model.attention.ipynb #6a95669a
 import math
 from functools import lru_cache, partial
 
@@ -14,34 +14,11 @@ import torch
 from torch import nn
 import torch.nn.functional as F
 
+from .pointwise import POINTWISE, _acc
 from ..quant.fake import QuantSite, fake_quant
 from ..quant.formats import BlockFormat
 
-# %% ../../nbs/30_model.attention.ipynb #c7d9c3b0
-def _acc(dtype):
-    "The dtype sums are carried in: fp32, or fp64 for fp64 inputs (tests)."
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        xa = x.to(_acc(x.dtype))
-        r = torch.linalg.vector_norm(xa, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        y = xa * r
-        ctx.save_for_backward(y, r, weight)
-        ctx.dtype = x.dtype
-        return (y * weight.to(y.dtype)).to(x.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        y, r, weight = ctx.saved_tensors
-        w, g = weight.to(y.dtype), g.to(y.dtype)
-        gy = (g * y).reshape(-1, y.shape[-1])
-        mean = (gy @ w).div_(y.shape[-1]).view(r.shape)
-        dx = torch.addcmul(g * w, y, mean, value=-1).mul_(r)
-        return dx.to(ctx.dtype), gy.sum(0).to(weight.dtype), None
-
+# %% ../../nbs/30_model.attention.ipynb #dc4cfbad
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, fp32 inside, one rounding to the input's dtype.
 
@@ -55,7 +32,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d))
 
     def reset_parameters(self): nn.init.ones_(self.weight)
-    def forward(self, x): return _RMSNorm.apply(x, self.weight, self.eps)
+    def forward(self, x): return POINTWISE.of(x.device).norm(x, self.weight, self.eps)
     def extra_repr(self): return f"{self.weight.numel()}, eps={self.eps}"
 
 # %% ../../nbs/30_model.attention.ipynb #67849d16

@@ -37,21 +37,21 @@ class Layer(nn.Module):
         y_BSD, routing = self.moe(u_BSD, mask_BS)
         return x_BSD + self.dropout(self.moe_out_norm(y_BSD + self.dense(u_BSD))), routing
 
-# %% ../../nbs/42_model.hybrid.ipynb #6f85c023
+# %% ../../nbs/42_model.hybrid.ipynb #99b70dec
 def model_options(cfg:Config) -> dict:
     "Keyword arguments of `HybridSparseMoEModel` beside the printed ones, as a configuration has them."
     m, i, r = cfg.model, cfg.init, cfg.router
     return dict(head_dim=m.head_dim, expert_inner=m.expert_inner, dense_inner=m.dense_inner, norm_eps=m.norm_eps, moe_out_norm=m.moe_out_norm, rope=m.position == "rope",
                 rope_theta=m.rope_theta, qk_norm=m.qk_norm, softmax=cfg.quant.softmax, max_depth=cfg.mtp.max_depth, straight_through=r.straight_through,
                 router_temperature=r.temperature, router_std=None if isinstance(i.router_std, str) else i.router_std, router_bias=i.router_bias,
-                bias_update_rate=r.bias_update_rate, embed_std=i.embed_std, expert_std=i.expert_std)
+                balance=r.balance, bias_update_rate=r.bias_update_rate, embed_std=i.embed_std, expert_std=i.expert_std)
 
 class HybridSparseMoEModel(nn.Module):
     "Decoder-only hybrid sparse-MoE language model (SPEC M-01); keyword names as printed, the rest as in preset `5b`."
     def __init__(self, num_layers=24, hidden_dim=1536, num_attention_heads=8, num_routed_experts=64, num_shared_experts=8, expert_router_k=4,
                  vocab_size=128_256, max_seq_len=4096, dropout=0.0, *, head_dim=None, expert_inner=848, dense_inner=544, norm_eps=1e-6, moe_out_norm=True,
                  rope=True, rope_theta=500_000.0, qk_norm=False, softmax="online", max_depth=10, straight_through="ste", router_temperature=1.0,
-                 router_std=None, router_bias=None, bias_update_rate=0.001, embed_std=0.02, expert_std=0.02):
+                 router_std=None, router_bias=None, balance="quantile", bias_update_rate=0.001, embed_std=0.02, expert_std=0.02):
         super().__init__()
         head_dim = head_dim or hidden_dim // num_attention_heads
         if head_dim * num_attention_heads != hidden_dim:
@@ -62,7 +62,7 @@ class HybridSparseMoEModel(nn.Module):
         for i in range(num_layers):
             attn = Attention(hidden_dim, num_attention_heads, head_dim, max_seq_len=max_seq_len, rope=rope, rope_theta=rope_theta, qk_norm=qk_norm, softmax=softmax, dropout=dropout)
             moe = MoE(hidden_dim, num_routed_experts, num_shared_experts, expert_router_k, expert_inner, straight_through=straight_through,
-                      temperature=router_temperature, bias_init=router_bias, bias_update_rate=bias_update_rate, name=f"layer {i}",
+                      temperature=router_temperature, bias_init=router_bias, balance=balance, bias_update_rate=bias_update_rate, name=f"layer {i}",
                       sigma=router_std or 1 / math.sqrt(hidden_dim), expert_std=expert_std)
             self.layers.append(Layer(attn, moe, DenseGated(hidden_dim, dense_inner), hidden_dim, norm_eps, moe_out_norm, dropout))
         self.norm = RMSNorm(hidden_dim, norm_eps)
@@ -92,7 +92,7 @@ class HybridSparseMoEModel(nn.Module):
         return LogitsHandle(self.norm(x_BSD), self.embed.weight, self.depth_heads.weight, routing_info), routing_info
 
     def end_step(self, routing_loads:list) -> None:
-        "Between steps: move each router's balancing bias by the loads of the whole step (one `load_E` a layer; SPEC S-01)."
+        "Between steps: move each router's balancing bias by what the whole step counted (one `load_E` a layer; SPEC S-01, S-02)."
         for layer, load_E in zip(self.layers, routing_loads): layer.moe.end_step(load_E)
 
 # %% ../../nbs/42_model.hybrid.ipynb #56f3af2f

@@ -41,7 +41,7 @@ def clip_grad_norm_(params, max_norm: float) -> torch.Tensor:
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #267a867e
+# %% ../../nbs/60_optim.adamw8bit.ipynb #e5b1b5b7
 def _no_copy(self):
     raise TypeError(f"{type(self).__name__} cannot be copied or pickled, as a copy of a parameter loses its tag: make one for the copied model and load `state_dict()` into it")
 
@@ -77,7 +77,9 @@ class _Masters(torch.optim.Optimizer):
             raise ValueError(f"the master of a parameter of shape {tuple(p.shape)} is {master.dtype} {tuple(master.shape)}: it must be float32 of the same shape")
         master = master.to(self._master_dtype(p))
         master.block_format = fmt
-        if self.fp32_gradients and p.dtype != torch.float32 and p.requires_grad: p.register_post_accumulate_grad_hook(_into_main_grad)
+        if self.fp32_gradients and p.dtype != torch.float32 and p.requires_grad:
+            p.register_post_accumulate_grad_hook(_into_main_grad)
+            p.fp32_sum = True                    # expert kernels write to main_grad themselves
         return master
 
     def _master_dtype(self, p): return torch.float32

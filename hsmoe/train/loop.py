@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #ce83bf40
+# %% ../../nbs/73_train.loop.ipynb #bc8868c4
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_f
 from ..data.loader import Loader, PackedDataset, Stage
 from ..data.tokenizer import Tokenizer
 from ..model.hybrid import HybridSparseMoEModel, build_model, count_parameters
+from ..model.router import begin_step, check_routing
 from ..mtp.loss import adamtp_loss, loss_positions
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
 from ..optim.muon import MuonWithAdamW, muon_pieces
@@ -31,7 +32,7 @@ from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
 from ..quant.fake import block_formats, code_flip_rate, observing, revise_sites, set_block_formats, site_stats
 from ..quant.formats import scale_stats
 from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state, write_whole
-from .telemetry import MetricsLog, Progress, capture_env, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
+from .telemetry import MetricsLog, Progress, capture_env, collapse_warning, collapsed_layers, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
 # %% ../../nbs/73_train.loop.ipynb #8393e812
@@ -112,7 +113,7 @@ class TrainState:
         for k in self.COUNTERS: setattr(self, k, state[k])
         set_rng_state(state["rng"])
 
-# %% ../../nbs/73_train.loop.ipynb #bee50600
+# %% ../../nbs/73_train.loop.ipynb #6b95d5b2
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -123,27 +124,32 @@ class StepResult(NamedTuple):
     positions: int         # with a next token
     pairs: int             # supervised (position, depth) pairs
     loads: list            # tokens per expert, one [E] tensor a layer
+    layer_entropy: list    # nats a token, one number a layer; their mean is `entropy`
     depth_histogram: list  # positions by depth 0..max_depth
 
 def train_step(state:TrainState) -> StepResult:
     "Forward, backward and update on the next global batch."
     cfg, model = state.cfg, state.model
+    begin_step(model)
     batch = next(state.loader)
     tokens_BL, depth_BS = batch.tokens_BL.to(state.device), batch.depth_BS.to(state.device).clamp(max=cfg.mtp.max_depth)
     S, n_positions = depth_BS.shape[1], int(loss_positions(tokens_BL, depth_BS))
     mask_BS, micro = real_positions(tokens_BL[:, :S], state.loader.dataset), cfg.train.micro_batch_sequences
     n_tokens = max(1, int(mask_BS.sum()))
     parts = zip(tokens_BL.split(micro), depth_BS.split(micro), mask_BS.split(micro))
-    loss_sum, entropy_sum, next_nats, loads = 0.0, 0.0, 0.0, None
+    loss_sum, entropy_sum, next_nats, loads, layer_entropy_L = 0.0, 0.0, 0.0, None, 0.0
     for tokens_bL, depth_bS, mask_bS in parts:
-        try: handle, routing = model(tokens_bL[:, :S], mask_BS=None if n_tokens == mask_BS.numel() else mask_bS)
+        try:
+            handle, routing = model(tokens_bL[:, :S], mask_BS=None if n_tokens == mask_BS.numel() else mask_bS)
+            loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), trunk_gradient=cfg.mtp.trunk_gradient, parts=True)
+            entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
+            total = loss + cfg.mtp.entropy_lambda * entropy
+            if cfg.router.z_loss: total = total + cfg.router.z_loss * sum(r.z_sum for r in routing) / (n_tokens * len(routing))
+            total.backward()
+            check_routing(routing, [layer.moe.router.name for layer in model.layers])      # a GPU has not looked yet
         except ValueError as e: raise TrainingError(f"step {state.step + 1}: {e}; the update was not applied") from e
-        loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), trunk_gradient=cfg.mtp.trunk_gradient, parts=True)
-        entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
-        total = loss + cfg.mtp.entropy_lambda * entropy
-        if cfg.router.z_loss: total = total + cfg.router.z_loss * sum(r.z_sum for r in routing) / (n_tokens * len(routing))
-        total.backward()
         loss_sum, entropy_sum = loss_sum + loss.item(), entropy_sum + entropy.item()
+        layer_entropy_L = layer_entropy_L + torch.stack([r.entropy_sum.detach() for r in routing]) / n_tokens
         next_nats += depths.nll_K[0].item() if depths.rows_K else 0.0
         loads = [r.load_E for r in routing] if loads is None else [a + r.load_E for a, r in zip(loads, routing)]
     norm, lr = float(state.optimizer.clip_grad_norm_(cfg.optim.clip_norm)), state.scheduler.get_last_lr()[0]
@@ -157,7 +163,7 @@ def train_step(state:TrainState) -> StepResult:
     histogram = torch.bincount(depth_BS.flatten(), minlength=cfg.mtp.max_depth + 1).tolist()
     pairs = sum(h * n for h, n in enumerate(histogram))
     state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + n_positions, state.pairs + pairs
-    return StepResult(loss_sum, next_nats / max(1, n_positions), entropy_sum, norm, lr, n_positions, pairs, loads, histogram)
+    return StepResult(loss_sum, next_nats / max(1, n_positions), entropy_sum, norm, lr, n_positions, pairs, loads, layer_entropy_L.tolist(), histogram)
 
 # %% ../../nbs/73_train.loop.ipynb #c395ad4a
 def _seconds_per_step(state:TrainState, seconds:float) -> float:
@@ -330,7 +336,7 @@ class Run:
         if self.lock is not None: os.close(self.lock)
         self.lock = None
 
-# %% ../../nbs/73_train.loop.ipynb #2a69df5c
+# %% ../../nbs/73_train.loop.ipynb #eed6e374
 @patch
 def validate(self:Run, max_tokens:int):
     "Score the model on the validation split."
@@ -366,10 +372,10 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     blocks = max(1, sum(s["blocks"] for s in stats))
     shares = {f"scale_{k}": sum(s[k] for s in stats) / blocks for k in ("saturated", "subnormal", "zero")}
     sites = {r.name: dict(amax=r.amax, saturated=r.saturated, subnormal=r.subnormal) for r in site_stats(self.state.model)}
-    return dict(loads=[l.tolist() for l in result.loads], depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
+    return dict(loads=[l.tolist() for l in result.loads], layer_entropy=result.layer_entropy, depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #49cb1de9
+# %% ../../nbs/73_train.loop.ipynb #ca15a4e9
 class _Stop:
     "Turns SIGINT and SIGTERM into a flag that is read between steps; with `at_once`, and at a second signal, into a KeyboardInterrupt."
     def __init__(self): self.signal, self.at_once = None, False
@@ -389,7 +395,7 @@ def record(self:Run, result:StepResult, seconds:float) -> dict:
     s, tokens = self.state, self.steps.tokens_per_step
     return dict(loss=result.loss, next_token=result.next_token, entropy=result.entropy, lr=result.lr, grad_norm=result.grad_norm, grad_norm_clipped=min(result.grad_norm, self.cfg.optim.clip_norm),
                 clip_rate=s.clipped / s.step, tokens=s.step * tokens, tokens_per_s=tokens / seconds, seconds_per_step=seconds,
-                mean_depth=result.pairs / max(1, result.positions), **load_summary(result.loads))
+                mean_depth=result.pairs / max(1, result.positions), **load_summary(result.loads), collapsed_layers=len(collapsed_layers(result.loads, self.cfg.model.top_k)))
 
 @patch
 def train(self:Run) -> dict:
@@ -412,7 +418,7 @@ def train(self:Run) -> dict:
 def _steps(self:Run, stop:_Stop) -> None:
     "All steps that are left; `TrainingError` when a signal ended them."
     s, st = self.state, self.steps
-    progress = Progress(st.steps, s.step, self.progress_seconds)
+    progress, m, warned = Progress(st.steps, s.step, self.progress_seconds), self.cfg.model, False
     if s.step == 0: self._validation()
     while s.step < st.steps and stop.signal is None:
         n, start = s.step + 1, time.perf_counter()
@@ -421,7 +427,9 @@ def _steps(self:Run, stop:_Stop) -> None:
         with observing(s.model) if wants_histogram else contextlib.nullcontext(): result = train_step(s)
         seconds = time.perf_counter() - start
         s.seconds += seconds
-        if n % st.log == 0 or n in (1, st.steps): self.log.write(n, **self.record(result, seconds))
+        if n % st.log == 0 or n in (1, st.steps):
+            self.log.write(n, **self.record(result, seconds))
+            if not warned and (fallen := collapsed_layers(result.loads, m.top_k)): warned = progress.note(collapse_warning(fallen, n, m.n_routed, m.top_k)) or True
         if wants_histogram:
             record = self.histogram(before, result)
             self.log.write(n, **record, sites_revised=revise_sites(s.model))

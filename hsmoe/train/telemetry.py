@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['seed_everything', 'source_hash', 'capture_env', 'peak_memory_bytes', 'MetricsLog', 'MetricsError', 'read_metrics',
-           'keep_until', 'series', 'Progress', 'load_summary', 'late_loads', 'log_routing_histogram']
+           'keep_until', 'series', 'Progress', 'load_summary', 'late_loads', 'log_routing_histogram', 'busiest_experts',
+           'collapsed', 'collapsed_layers', 'collapse_warning']
 
-# %% ../../nbs/71_train.telemetry.ipynb #c3c515e1
+# %% ../../nbs/71_train.telemetry.ipynb #71252f59
 import contextlib, hashlib, importlib.metadata, json, math, os, platform, random, resource, subprocess, sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +150,7 @@ def series(records:list[dict], name:str) -> tuple[list, list]:
     hits = [(r["step"], r[name]) for r in records if name in r]
     return [s for s, _ in hits], [v for _, v in hits]
 
-# %% ../../nbs/71_train.telemetry.ipynb #932f6e12
+# %% ../../nbs/71_train.telemetry.ipynb #9fbf5a25
 class Progress:
     "A bar on a terminal, plain lines elsewhere."
     def __init__(self, total:int, start:int=0, every_seconds:float=10.0, stream=None):
@@ -163,6 +165,10 @@ class Progress:
         elif now - self.last >= self.every and step - self.last_step >= self.total / 100 or step == self.total:
             print(f"step {step}/{self.total}  {text}", flush=True)
             self.last, self.last_step = now, step
+
+    def note(self, text:str) -> None:
+        "A line that stays, above the bar where there is one."
+        tqdm.write(text, file=sys.stdout) if self.bar is not None else print(text, flush=True)
 
     def close(self) -> None:
         "Finish the bar's line."
@@ -184,3 +190,26 @@ def log_routing_histogram(routing_info, print_=print) -> list[list[int]]:
     for i, load in enumerate(loads):
         print_(f"layer {i:2d}  max/mean {max(load) / (sum(load) / len(load)):.2f}  " + " ".join(f"{n:>5d}" for n in load))
     return loads
+
+# %% ../../nbs/71_train.telemetry.ipynb #53bcab57
+def busiest_experts(n_experts:int, experts_share:float=0.1, top_k:int=1) -> int:
+    "How many experts a router that has collapsed sends its tokens to: `experts_share` of them, rounded up, and never fewer than a token has."
+    return max(top_k, math.ceil(Fraction(str(experts_share)) * n_experts))
+
+def collapsed(load_E, tokens_share:float=0.9, experts_share:float=0.1, top_k:int=1) -> bool:
+    """Whether the `busiest_experts` have `tokens_share` of a layer's choices or more (SPEC V-05: 90 % on 10 %).
+
+    Exact, in whole numbers. False without a choice, and where an even load would already have that share."""
+    load, share = sorted(map(int, load_E), reverse=True), Fraction(str(tokens_share))
+    n = busiest_experts(len(load), experts_share, top_k)
+    return sum(load) > 0 and Fraction(n, len(load)) < share and sum(load[:n]) >= share * sum(load)
+
+def collapsed_layers(loads, top_k:int=1) -> list[int]:
+    "Numbers of the layers whose router has `collapsed`, from one `load_E` a layer."
+    return [i for i, l in enumerate(loads) if collapsed(torch.as_tensor(l).tolist(), top_k=top_k)]
+
+def collapse_warning(layers:list, step:int, n_experts:int, top_k:int) -> str:
+    "The line that a run prints when routers first collapse: where, and what to try."
+    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
+    return (f"warning: at step {step} the router of {which} sends 90 % of its choices or more to {busiest_experts(n_experts, top_k=top_k)} of {n_experts} experts; "
+            "try router.balance=quantile, a larger router.temperature, or fewer experts (model.n_routed)")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Score', 'score', 'windows_for', 'real_positions', 'validate', 'bigram_baseline']
 
-# %% ../../nbs/72_train.validation.ipynb #402cca4a
+# %% ../../nbs/72_train.validation.ipynb #d473f477
 import math
 from typing import NamedTuple
 
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from ..data.loader import PackedDataset, in_order
+from ..model.router import check_routing
 from ..mtp.depths import BigramModel
 from ..mtp.loss import next_token_nll
 
-# %% ../../nbs/72_train.validation.ipynb #6168220a
+# %% ../../nbs/72_train.validation.ipynb #1a9c74d0
 class Score(NamedTuple):
     "A loss on held-out text."
     loss: float            # nats a token
@@ -28,7 +29,7 @@ def score(nats:float, tokens:int, n_bytes:int) -> Score:
     "Means of a sum of nats; NaN where nothing was scored."
     return Score(nats / tokens if tokens else math.nan, nats / math.log(2) / n_bytes if n_bytes else math.nan, tokens, n_bytes)
 
-# %% ../../nbs/72_train.validation.ipynb #f70ad8a7
+# %% ../../nbs/72_train.validation.ipynb #de83fab5
 def windows_for(dataset:PackedDataset, max_tokens:int) -> int:
     "How many windows up to `max_tokens` tokens are: at least one."
     return max(1, max_tokens // dataset.seq_len)
@@ -47,9 +48,10 @@ def validate(model, dataset:PackedDataset, max_tokens:int, batch:int, token_byte
     nats, count, n_bytes, S = 0.0, 0, 0, dataset.seq_len
     for tokens_BL, depth_BS, _ in in_order(dataset, batch, n=windows_for(dataset, max_tokens)):
         valid_BS = depth_BS > 0
-        handle, _ = model(tokens_BL[:, :S].to(device), mask_BS=real_positions(tokens_BL[:, :S], dataset).to(device))
+        handle, routing = model(tokens_BL[:, :S].to(device), mask_BS=real_positions(tokens_BL[:, :S], dataset).to(device))
         total, n = next_token_nll(handle.hidden, handle.unembed, tokens_BL.to(device), valid_BS.to(device))
         nats, count = nats + float(total), count + int(n)
+        check_routing(routing, [layer.moe.router.name for layer in model.layers])
         n_bytes += int(token_bytes[tokens_BL[:, 1:S + 1]][valid_BS].sum())
     model.train(was_training)
     return score(nats, count, n_bytes)
