@@ -555,7 +555,7 @@ def time_block(block: Block, ceiling: float, note=print) -> list:
         add("block_fwdbwd_graph", replay, 3 * flops)
     return result
 
-# %% ../nbs/86_speed.ipynb #e05c8789
+# %% ../nbs/86_speed.ipynb #6067a296
 class Piece(NamedTuple):
     "A part of the block: milliseconds, operations of its products, bytes that have to move."
     direction: str
@@ -594,8 +594,8 @@ def _experts_pieces(block: Block, u, routing, dy):
     yield "forward", "combine", lambda: ops.sum(y, inverse, gate, ends), 0, token + row_
     yield "backward", "combine", spread, 0, token + 2 * row_
     yield "backward", "dh, GELU'", back, one, 0
-    yield "backward", "dW_out", lambda: products.dw(dy_R, again, None, 1, ends), one, 0
-    yield "backward", "db_out", lambda: products.sums(dy_R, ends), 0, row_
+    sums = torch.empty(len(ends), m.D, dtype=torch.float32, device=u.device)
+    yield "backward", "dW_out", lambda: products.dw(dy_R, again, None, 1, ends, sums=sums), one, 0                       # with db_out
     if not gathers: yield "backward", "gather", gathered, 0, token + row_
     yield "backward", "dW_in", lambda: products.dw(dpre, *operand, ends), one, 0
     yield "backward", "dx", dx, one, 0

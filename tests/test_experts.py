@@ -1,7 +1,4 @@
 """Expert networks: every backend that runs here against float64, under fixed routing, and the mixture layer around them; Triton's kernels in its interpreter, in a process of its own, where there is no GPU."""
-import os
-import subprocess
-import sys
 import warnings
 from copy import deepcopy
 from typing import NamedTuple
@@ -13,7 +10,7 @@ from torch import nn
 
 from hsmoe.comm.kernels import DISPATCH, sort_slots
 from hsmoe.model.attention import RMSNorm
-from hsmoe.model.experts import DenseGated, MoE, RoutedExperts, SharedExperts
+from hsmoe.model.experts import DenseGated, MoE, RoutedExperts
 from hsmoe.model.gemm import REFERENCE as PRODUCTS
 from hsmoe.model.network import EXPERTS, Experts, _around, _by_products, _of, _torch_rows, _torch_weights
 from hsmoe.model.pointwise import POINTWISE
@@ -21,16 +18,12 @@ from hsmoe.model.routing import ROUTER
 from hsmoe.optim.adamw8bit import AdamW8bit
 from hsmoe.quant.fake import fake_quant, observing
 from hsmoe.quant.formats import BlockFormat, qdq, quantize, scale_for
-from hsmoe.quant.kernels import triton
+from on_device import BF16, DEVICE as KIND, F16, F32, F64, INTERPRETED, interpret, needs_gpu, new_seed, plain, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+DEVICE = torch.device(KIND)
 GPU = DEVICE.type == "cuda"
 SIZES = T0, D0, N0 = (9, 24, 40) if INTERPRETED else (44, 72, 136)
 E0 = 3 if INTERPRETED else 5
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
-plain = pytest.mark.skipif(INTERPRETED, reason="tested outside the interpreter")
-F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 NVFP4 = BlockFormat.parse("nvfp4:1x16")
 
 # By products too on a CPU: those of the reference, and PyTorch's grouped ones, whose product is rounded before the bias is added
@@ -51,11 +44,9 @@ def with_each(backends):
 every, by_products = with_each(BACKENDS), with_each(QUICK)
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED or GPU, reason="the tests below run right here")
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +54,7 @@ def fresh(monkeypatch):
     "New random numbers each time, and no memory of earlier choices"
     for operation in (EXPERTS, DISPATCH, ROUTER, POINTWISE): monkeypatch.setattr(operation, "chosen", {})
     torch.set_float32_matmul_precision("highest")
-    print("seed", torch.seed() % 2**31)          # pytest shows it with a failure
-    torch.manual_seed(torch.initial_seed() % 2**31)
+    new_seed()
 
 
 class Case(NamedTuple):

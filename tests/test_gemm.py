@@ -1,9 +1,4 @@
 """The products of expert networks: Triton kernels against the reference in float64, on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -12,35 +7,19 @@ from hsmoe.model.elementwise import _as_bf16, _cast, _gelu, _gelu_both
 from hsmoe.model.gemm import REFERENCE, TRITON, Products, differing, fuses, run_all, sample
 from hsmoe.quant.formats import BlockFormat, qdq, scale_for
 from hsmoe.quant.kernels import constexpr, kernel, tl, triton
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-runs_kernels = pytest.mark.skipif(triton is None or not INTERPRETED and DEVICE == "cpu", reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-needs_gpu = pytest.mark.skipif(triton is None or DEVICE == "cpu", reason="needs a GPU")
-plain = pytest.mark.skipif(INTERPRETED, reason="the reference is tested outside the interpreter")
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+from on_device import BF16, DEVICE, F16, F32, interpret, needs_gpu, new_seed, plain, poisoned, runs_kernels, starts_interpreter
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED or DEVICE == "cuda", reason="the tests below run right here")
+
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     "New random numbers each time"
-    print("seed", torch.seed() % 2**31)          # pytest shows it with a failure
-    torch.manual_seed(torch.initial_seed() % 2**31)
-
-
-@contextmanager
-def poisoned():
-    "torch.empty gives NaN"
-    torch.use_deterministic_algorithms(True)
-    try: yield
-    finally: torch.use_deterministic_algorithms(False)
+    new_seed()
 
 
 def guarded(f):

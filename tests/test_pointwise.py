@@ -1,7 +1,4 @@
 """Norm and gated GELU: the Triton kernels against the reference and against float64, on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -13,43 +10,32 @@ from hsmoe.model import pointwise
 from hsmoe.model.attention import RMSNorm
 from hsmoe.model.pointwise import POINTWISE, REFERENCE, Pointwise, differing, triton_gated, triton_norm
 from hsmoe.quant.formats import BlockFormat, qdq, scale_for
+from on_device import BF16, DEVICE, F16, F32, interpret, needs_gpu, new_seed, plain, poisoned, runs_kernels, starts_interpreter
 
-triton = pointwise.triton
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-runs_kernels = pytest.mark.skipif(triton is None or not INTERPRETED and DEVICE == "cpu", reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-needs_gpu = pytest.mark.skipif(triton is None or DEVICE == "cpu", reason="needs a GPU")
-plain = pytest.mark.skipif(INTERPRETED, reason="the reference is tested outside the interpreter")
-F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 TRITON = Pointwise(triton_gated, triton_norm)
 WIDTHS, LAST = (1, 7, 88, 544, 1536, 3000), {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24}      # half a last place
 NVFP4 = BlockFormat.parse("nvfp4:1x16")
 SITES = [None, (NVFP4, None), ("nvfp4:1x16", scale_for(2.0, NVFP4)), ("mxfp8_e4m3:1x32", None), ("int8:1x64", None)]   # the last is not exact in bf16
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED or DEVICE == "cuda", reason="the tests below run right here")
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     "New random numbers each time, and no memory of earlier choices"
     monkeypatch.setattr(POINTWISE, "chosen", {})
-    print("seed", torch.seed() % 2**31)          # pytest shows it with a failure
-    torch.manual_seed(torch.initial_seed() % 2**31)
+    new_seed()
 
 
 def taken(f, leaves, dy):
     "Value and gradients on DEVICE, of buffers that held NaN before; back on the CPU"
     leaves = [t.detach().to(DEVICE).requires_grad_() for t in leaves]
-    torch.use_deterministic_algorithms(True)     # torch.empty gives NaN
-    try:
+    with poisoned():
         y = f(*leaves)
         return [t.detach().cpu() for t in (y, *torch.autograd.grad(y, leaves, dy.to(DEVICE)))]
-    finally: torch.use_deterministic_algorithms(False)
 
 
 def same(a, b): return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))

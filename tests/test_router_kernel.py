@@ -1,8 +1,5 @@
 """The router's Triton kernels against the reference and against float64: on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,20 +9,15 @@ from hsmoe.model import routing
 from hsmoe.model.router import Router, check_routing
 from hsmoe.model.routing import ROUTER, reference_route, triton_route
 from hsmoe.quant.formats import scale_for
+from on_device import BF16, F32, INTERPRETED, interpret, needs_gpu, runs_kernels, starts_interpreter
 
 triton = pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1")
-needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run right here")
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,4 @@
 """Row operations of a mixture layer: the Triton kernels against the reference and against float64, on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -13,40 +9,23 @@ from hsmoe.backends import BackendError
 from hsmoe.comm import kernels
 from hsmoe.comm.dispatch import LocalDispatch, Rows, gather_rows
 from hsmoe.comm.kernels import DISPATCH, REFERENCE, RowOps, _case, differing, padded_rows
+from on_device import BF16, DEVICE, F16, F32, F64, INTERPRETED, interpret, needs_gpu, new_seed, plain, poisoned, runs_kernels, starts_interpreter, triton
 
-triton = kernels.triton
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-runs_kernels = pytest.mark.skipif(triton is None or not INTERPRETED and DEVICE == "cpu", reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-needs_gpu = pytest.mark.skipif(triton is None or DEVICE == "cpu", reason="needs a GPU")
-plain = pytest.mark.skipif(INTERPRETED, reason="the reference is tested outside the interpreter")
-F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 #         T, C, D, E
 SHAPES = [(1, 1, 8, 1), (1, 8, 88, 16), (9, 2, 1536, 5), (33, 8, 8, 64), (33, 4, 88, 512), (7, 3, 33, 4), (5, 16, 600, 40)]
 TRITON = RowOps(kernels.triton_sort, kernels.triton_gather, kernels.triton_sum, kernels.triton_spread)
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED or DEVICE == "cuda", reason="the tests below run right here")
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     "New random numbers each time, and no memory of earlier choices"
     monkeypatch.setattr(DISPATCH, "chosen", {})
-    print("seed", torch.seed() % 2**31)          # pytest shows it with a failure
-    torch.manual_seed(torch.initial_seed() % 2**31)
-
-
-@contextmanager
-def poisoned():
-    "torch.empty gives NaN, and the largest integer"
-    torch.use_deterministic_algorithms(True)
-    try: yield
-    finally: torch.use_deterministic_algorithms(False)
+    new_seed()
 
 
 def poisoning(rows):

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['RoutedExperts', 'SharedExperts', 'DenseGated', 'OutputMean', 'MoE']
 
-# %% ../../nbs/32_model.experts.ipynb #f38dacac
+# %% ../../nbs/32_model.experts.ipynb #5ffb1617
 import math
 import torch
 from torch import nn
 from ..quant.fake import QuantSite
 from ..comm.dispatch import LocalDispatch
-from .network import EXPERTS
+from .network import EXPERTS, linear
 from .pointwise import POINTWISE
 from .router import FP32Module, Router, Routing
 
@@ -104,7 +104,7 @@ class RoutedExperts(_PerExpert):
         network, hidden, out = _network(self.network(x_TD), self.ffn_hidden, self.routed_out)
         return network(self.ffn_in(x_TD), self.w_in, self.b_in, self.w_out, self.b_out, offsets_E, order_R, inverse_TC, hidden=hidden, out=out, aligned=aligned)
 
-# %% ../../nbs/32_model.experts.ipynb #79a47e4d
+# %% ../../nbs/32_model.experts.ipynb #8350b53a
 class SharedExperts(_PerExpert):
     "Mean of J experts that every token sees, as one dense network of width J·N (SPEC M-05, DESIGN decision 5)"
     _split = dict(w_in=(0, False), b_in=(0, False), w_out=(1, False), b_out=(0, True))
@@ -131,14 +131,13 @@ class SharedExperts(_PerExpert):
         network, hidden, out = _network(EXPERTS.of(x_TD.device), self.ffn_hidden, self.shared_out)
         if (fmt := self.ffn_hidden.fmt) and len(self.w_in) // self.n_experts % fmt.block[1]: hidden = self._own_blocks
         ends = torch.full((1,), len(x_TD), dtype=torch.int64, device=x_TD.device)
-        b_out = self.b_out.to(torch.promote_types(self.b_out.dtype, torch.float32)).sum(0)
-        return network(self.ffn_in(x_TD), self.w_in, self.b_in, self.w_out, b_out, ends, scale=1 / self.n_experts, hidden=hidden, out=out, aligned=True)
+        return network(self.ffn_in(x_TD), self.w_in, self.b_in, self.w_out, self.b_out, ends, scale=1 / self.n_experts, hidden=hidden, out=out, aligned=True)
 
     def _own_blocks(self, h_TF):
         "Hidden values quantised expert by expert"
         return self.ffn_hidden(h_TF.unflatten(-1, (self.n_experts, -1))).flatten(-2)
 
-# %% ../../nbs/32_model.experts.ipynb #2d6eec83
+# %% ../../nbs/32_model.experts.ipynb #a87714be
 class DenseGated(nn.Module):
     "down(GELU(gate(x)) · up(x)), the gate's pre-activation quantised (SPEC M-05, Q-01, Q-02)"
     def __init__(self,
@@ -157,9 +156,10 @@ class DenseGated(nn.Module):
 
     def forward(self, x) -> torch.Tensor:
         "[..., D] to [..., D]; the gate's GELU and the product in fp32, rounded once"
-        gate, site = self.gate(x), self.dense_gate_pre
-        if site.observe: return self.down(POINTWISE.of(x.device).gated(site(gate), self.up(x), None))
-        return self.down(POINTWISE.of(x.device).gated(gate, self.up(x), _pair(site)))
+        gate, up, site = linear(x, self.gate.weight), linear(x, self.up.weight), self.dense_gate_pre
+        if site.observe: h = POINTWISE.of(x.device).gated(site(gate), up, None)
+        else: h = POINTWISE.of(x.device).gated(gate, up, _pair(site))
+        return linear(h, self.down.weight)
 
 # %% ../../nbs/32_model.experts.ipynb #2cfa7197
 class OutputMean(FP32Module):

@@ -6,9 +6,9 @@
 __all__ = ['REFERENCE', 'TRITON', 'Products', 'up', 'down', 'back', 'dx', 'dw', 'sums', 'fuses', 'triton_up', 'triton_down',
            'triton_back', 'triton_dx', 'triton_dw', 'triton_sums', 'Sample', 'sample', 'run_all', 'differing']
 
-# %% ../../nbs/25_model.gemm.ipynb #066d1c9a
+# %% ../../nbs/25_model.gemm.ipynb #feb4acdd
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Callable, NamedTuple
 
 import torch, torch.nn.functional as F
@@ -18,7 +18,7 @@ from .elementwise import _INTERPRETED, _cast, _gelu, _gelu_both, _quantised
 from ..quant.formats import BlockFormat, qdq
 from ..quant.kernels import constexpr, kernel, kernel_format, tl, triton, why_not
 
-# %% ../../nbs/25_model.gemm.ipynb #86ba8374
+# %% ../../nbs/25_model.gemm.ipynb #717e7db9
 class Products(NamedTuple):
     """The products of expert networks over sorted rows; expert e owns rows offsets_E[e-1] ≤ r < offsets_E[e], and rows past the last end may stay unwritten
 
@@ -29,7 +29,7 @@ class Products(NamedTuple):
     down: Callable       # (h_RN, offsets_E, w_EDN, b_ED, scale, out) → y_RD = Q(scale·(W h + b))
     back: Callable       # (dy_RD, offsets_E, w_EDN, pre_RN, hidden, scale) → (dpre_RN, h_RN, db_EN fp32): scale·(Wᵀ dy)·GELU'(pre), h made again, Σ dpre before it is rounded
     dx: Callable         # (dpre_RN, offsets_E, w_END) → dx_RD = Wᵀ dpre
-    dw: Callable         # (p_RM, q_RK or q_TK, order_R, slots, offsets_E, into, add, dtype, scale) → [E,M,K] = scale·Σ p qᵀ: new, of dtype, or written or added to `into`
+    dw: Callable         # (p_RM, q_RK or q_TK, order_R, slots, offsets_E, into, add, dtype, scale, sums) → [E,M,K] = scale·Σ p qᵀ: new, of dtype, or written or added to `into`; `sums` [E,M], if given, becomes scale·Σ p
     sums: Callable       # (dy_RD, offsets_E, scale) → [E,D] fp32 = scale·Σ dy
 
 def _wide(x):
@@ -52,7 +52,7 @@ def _operand(x, order_R, slots, rows):
 
 def _on_grid(x, site): return x if site is None else qdq(x, *site)
 
-# %% ../../nbs/25_model.gemm.ipynb #9af0d55c
+# %% ../../nbs/25_model.gemm.ipynb #42047e01
 def up(x_TD, order_R, slots, offsets_E, w_END, b_EN, hidden=None):
     "`Products.up` by a loop over experts"
     h_RN, pre_RN = (x_TD.new_zeros(len(x_TD if order_R is None else order_R), w_END.shape[1]) for _ in range(2))
@@ -85,8 +85,9 @@ def dx(dpre_RN, offsets_E, w_END):
     for e, rows in _ranges(offsets_E): dx_RD[rows] = _wide(dpre_RN[rows]) @ _wide(w_END[e])
     return dx_RD
 
-def dw(p_RM, q, order_R, slots, offsets_E, into=None, add=False, dtype=torch.float32, scale=1.0):
+def dw(p_RM, q, order_R, slots, offsets_E, into=None, add=False, dtype=torch.float32, scale=1.0, sums=None):
     "`Products.dw` by a loop over experts"
+    if sums is not None: sums.copy_(REFERENCE.sums(p_RM, offsets_E, scale))
     out = into if into is not None else torch.empty(len(offsets_E), p_RM.shape[1], q.shape[1], dtype=dtype, device=p_RM.device)
     for e, rows in _ranges(offsets_E):
         d = scale * (_wide(p_RM[rows]).T @ _operand(q, order_R, slots, rows))
@@ -276,7 +277,7 @@ def _add_parts(parts, offsets, out, N, E, scale, EP: constexpr, BM: constexpr, B
         acc += tl.load(parts + tile[:, None] * N + col[None, :], (tile[:, None] < last) & (col[None, :] < N), 0.0)
     tl.store(out + me.to(tl.int64) * N + col, tl.sum(acc, 0) * scale, col < N)
 
-# %% ../../nbs/25_model.gemm.ipynb #dd3c5564
+# %% ../../nbs/25_model.gemm.ipynb #31618f8b
 class _Sizes(NamedTuple):
     BM: int
     BN: int
@@ -291,12 +292,14 @@ def _sizes(KIND, dtype, R, E, N, K, block=1) -> _Sizes:
     W = max(block, _fit(N, 32, top))
     return _Sizes(M, W, _fit(K, 16, deep), max(1, min(M * W // part, W // block)))
 
+@lru_cache
 def fuses(fmt) -> bool:
     "Whether the kernels can quantise to a format in an epilogue; True for None"
     if fmt is None: return True
     fmt = BlockFormat.parse(fmt)
     return fmt.block[0] == 1 and fmt.block[1] <= 128 and kernel_format(fmt) is not None
 
+@lru_cache
 def _site(site):
     "A quantiser's constants for a kernel, and the columns of its blocks"
     if site is None: return dict(f=None, FIXED=False, C=1, fixed=0.0)
@@ -321,10 +324,13 @@ class _Tiles(NamedTuple):
     n: int                   # at most
 
 def _tiles(like, R, offsets_E, M) -> _Tiles:
-    "The tiles of M rows"
+    "The tiles of M rows; kept with offsets_E, which forward and backward ask four times"
+    key, kept = None if offsets_E.is_inference() else (R, M, offsets_E._version), getattr(offsets_E, "_tiles", {})
+    if key in kept: return kept[key]
     E, n = len(offsets_E), triton.cdiv(R, M) + min(R, len(offsets_E))
     where, total = (torch.empty(shape, dtype=torch.int32, device=like.device) for shape in ((n, 2), (1,)))
     if n: _launch(_tile_map, E, like, _dense(offsets_E), where, total, E, EP=triton.next_power_of_2(E), M=M, STEP=64)
+    if key: offsets_E._tiles = kept | {key: _Tiles(where, total, n)}
     return _Tiles(where, total, n)
 
 # %% ../../nbs/25_model.gemm.ipynb #1b91498b
@@ -347,7 +353,7 @@ def _add(parts, offsets_E, M, like, N, scale=1.0):
     _launch(_add_parts, E * triton.cdiv(N, 64), like, parts, _dense(offsets_E), out, N, E, float(scale), EP=triton.next_power_of_2(E), BM=M, BN=64, STEP=16)
     return out
 
-# %% ../../nbs/25_model.gemm.ipynb #b66bc59c
+# %% ../../nbs/25_model.gemm.ipynb #d23e4e11
 def triton_up(x_TD, order_R, slots, offsets_E, w_END, b_EN, hidden=None):
     "`Products.up` by a Triton kernel"
     pre_RN = torch.empty(len(x_TD if order_R is None else order_R), w_END.shape[1], dtype=x_TD.dtype, device=x_TD.device)
@@ -368,8 +374,9 @@ def triton_dx(dpre_RN, offsets_E, w_END):
     "`Products.dx` by a Triton kernel"
     return _by_rows("dx", dpre_RN, None, 0, offsets_E, w_END)[0]
 
-def triton_dw(p_RM, q, order_R, slots, offsets_E, into=None, add=False, dtype=torch.float32, scale=1.0):
+def triton_dw(p_RM, q, order_R, slots, offsets_E, into=None, add=False, dtype=torch.float32, scale=1.0, sums=None):
     "`Products.dw` by a Triton kernel"
+    if sums is not None: sums.copy_(triton_sums(p_RM, offsets_E, scale))
     _check(q)
     E, M, N = len(offsets_E), p_RM.shape[1], q.shape[1]
     out = torch.empty(E, M, N, dtype=dtype, device=q.device) if into is None else into if into.is_contiguous() else into.contiguous()

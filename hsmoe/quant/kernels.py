@@ -96,7 +96,7 @@ def _rounded_scale(amax, f: constexpr):
         return tl.minimum(s, 3.4028234663852886e38)
     return _round(tl.minimum(s, f.scale_max), f.scale_emin, f.scale_mantissa, False)
 
-# %% ../../nbs/11_quant.kernels.ipynb #815aa46f
+# %% ../../nbs/11_quant.kernels.ipynb #34eeade6
 @kernel
 def _to_grid(v, step, f: constexpr):
     # elements on their grid, in units of step
@@ -104,7 +104,7 @@ def _to_grid(v, step, f: constexpr):
         v = tl.minimum(tl.maximum(v, step * f.low), step * f.max)
         r = 1.0 / step
         q = v * r
-        q = tl.fma(tl.fma(-q, step, v), r, q)
+        q = tl.fma(tl.fma(q, -step, v), r, q)
     else:
         q = v * (1.0 / step) if f.division == "power" else tl.div_rn(v, step + tl.zeros_like(v))
         q = tl.minimum(tl.maximum(q, f.low), f.max)
