@@ -115,7 +115,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #b7d2ac1e
+# %% ../nbs/00_config.ipynb #ca85ef19
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -150,6 +150,8 @@ class BackendsSection(Section):
     dispatch: Literal["auto", "reference", "triton"] = "auto"     # rows to experts and back
     experts: Literal["auto", "reference", "grouped", "grouped_mm", "cute", "triton", "hopper"] = "auto"    # routed and shared experts
     ffn: Literal["auto", "reference", "triton"] = "auto"          # the dense gated path and the norms
+    attention: Literal["auto", "reference", "triton"] = "auto"    # attention with quantised softmax
+    loss: Literal["auto", "reference", "chunks", "triton", "hopper"] = "auto"                    # vocabulary product and cross-entropy
     strict: bool = False                                          # a kernel that disagrees with the reference ends the run instead of being left out
 
 class Config(Section):

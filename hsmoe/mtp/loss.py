@@ -6,12 +6,14 @@
 __all__ = ['DepthHeads', 'adamtp_loss_reference', 'LiveRows', 'loss_positions', 'live_rows', 'DepthNLL', 'adamtp_loss',
            'next_token_nll', 'adamtp_loss_printed', 'LogitsHandle', 'mean_router_entropy', 'compute_adamtp_loss']
 
-# %% ../../nbs/41_mtp.loss.ipynb #b3f891e8
+# %% ../../nbs/41_mtp.loss.ipynb #b67699d1
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+from .kernels import LOSS, _scaled, scaled_gradient
 
 # %% ../../nbs/41_mtp.loss.ipynb #eac63276
 class DepthHeads(nn.Module):
@@ -54,12 +56,17 @@ def adamtp_loss_reference(hidden_BSD, unembed_VD, heads_w, tokens_BL, depth_BS, 
                 total = total - alpha**k * logp_V[tokens_BL[b, t + k]]
     return total / (max(count, 1) if normalizer is None else normalizer)
 
-# %% ../../nbs/41_mtp.loss.ipynb #54e57f52
+# %% ../../nbs/41_mtp.loss.ipynb #d49925b1
 class LiveRows(NamedTuple):
     "The questions of a batch, depth by depth; rows of depth k are the first `counts[k-1]` positions of `order_T`."
     order_T: torch.Tensor   # flat positions, deepest first
     counts: list            # n_k for k = 1…deepest
     labels_M: torch.Tensor  # token asked for, depth by depth
+
+    def to(self, device):
+        "The same rows on a device, without waiting for it."
+        move = lambda t: t if t.device == device else (t.pin_memory() if device.type == "cuda" and t.device.type == "cpu" else t).to(device, non_blocking=True)
+        return LiveRows(move(self.order_T), self.counts, move(self.labels_M))
 
 
 def _live_depth(tokens_BL, depth_BS):
@@ -86,103 +93,74 @@ def live_rows(tokens_BL, depth_BS) -> LiveRows:
     labels = [flat[at_T[:n] + k] for k, n in enumerate(counts, 1)]
     return LiveRows(order_T, counts, torch.cat(labels) if labels else flat[:0])
 
-# %% ../../nbs/41_mtp.loss.ipynb #da76a71a
-_MM_TO_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # torch ≥ 2.8, CUDA: a bf16 product that keeps its fp32 sums
-
-
-def _mm_wide(a, b, out):
-    "out = a @ b without rounding the sums to a's dtype."
-    if a.dtype == out.dtype: torch.mm(a, b, out=out)
-    elif a.is_cuda and _MM_TO_FP32: torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else: torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _addmm_wide_(acc, a, b):
-    "acc += a @ b; one rounding to a's dtype where that is narrower."
-    if a.dtype == acc.dtype: acc.addmm_(a, b)
-    else: acc.add_(a @ b)
-
-
-def _softmax_ce_(logits_MV, labels_M):
-    "Replace logits by e − s·onehot in place; return −log P [M, 1] and s [M, 1]."
-    label_M1 = labels_M[:, None]
-    logits_MV.sub_(logits_MV.amax(dim=1, keepdim=True))
-    at_label = logits_MV.gather(1, label_M1)
-    s = logits_MV.exp_().sum(dim=1, keepdim=True)
-    logits_MV.scatter_add_(1, label_M1, -s)
-    return s.log() - at_label, s
-
-
+# %% ../../nbs/41_mtp.loss.ipynb #125826fa
 def _pieces(counts, chunk):
-    "Cut the live rows into chunks; each is a list of (k, a, b, r): sorted positions a…b of depth k sit at rows r… of the chunk."
-    piece, r = [], 0
+    "Cut the live rows into chunks; pieces (k, a, b, r): sorted positions a…b of depth k sit at rows r… of all."
+    r = 0
     for k, n in enumerate(counts, 1):
         a = 0
         while a < n:
-            b = min(n, a + chunk - r)
-            piece.append((k, a, b, r))
+            b = min(n, a + chunk - r % chunk)
+            yield k, a, b, r
             a, r = b, r + b - a
-            if r == chunk:
-                yield piece
-                piece, r = [], 0
-    if piece: yield piece
 
-# %% ../../nbs/41_mtp.loss.ipynb #cda9e3cb
+
+def _add_product_(acc, a, b):
+    "acc += a @ b, summed in fp32 on a GPU; else with one rounding to a's dtype where that is narrower."
+    if a.dtype == acc.dtype: acc.addmm_(a, b)
+    elif a.is_cuda: torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
+    else: acc.add_(a @ b)
+
+
+def _rows_of_depths(x, W, counts, step):
+    "z_MD of all live rows from the sorted states"
+    z_MD = x.new_empty(sum(counts), x.shape[1])
+    for k, a, b, r in _pieces(counts, step):
+        if k == 1: z_MD[r:r + b - a] = x[a:b]
+        else: torch.addmm(x[a:b], x[a:b], W[k - 2].t(), out=z_MD[r:r + b - a])
+    return z_MD
+
+
 def _loss_and_grads(hidden_TD, unembed_VD, heads_w, rows, weight_M, chunk, need, trunk=1.0):
     "nll of every live row and the gradients asked for by `need` (hidden, unembed, heads) of Σ weight·nll, accumulated in fp32 or wider."
     dtype, wide = hidden_TD.dtype, torch.promote_types(hidden_TD.dtype, torch.float32)
-    (T, D), V, M = hidden_TD.shape, len(unembed_VD), len(rows.labels_M)
-    U, W = unembed_VD.to(dtype), heads_w.to(dtype)
+    (T, D), M = hidden_TD.shape, len(rows.labels_M)
+    W, step = heads_w.to(dtype), chunk if hidden_TD.device.type == "cpu" else max(1, M)
     x = hidden_TD.index_select(0, rows.order_T[:rows.counts[0] if M else 0])
-    empty = lambda n, width, dt: torch.empty(n, width, dtype=dt, device=x.device)
-    zeros = lambda shape, on: torch.zeros(shape, dtype=wide, device=x.device) if on else None
-    dx, dU, dW = zeros((T, D), need[0]), zeros((V, D), need[1]), zeros(W.shape, need[2])
-    nll_M, z_chunk, logits = empty(M, 1, wide), empty(min(chunk, M), D, dtype), empty(min(chunk, M), V, wide)
-    first = 0
-    for piece in _pieces(rows.counts, chunk):
-        n = piece[-1][3] + piece[-1][2] - piece[-1][1]
-        span, z, g = slice(first, first + n), z_chunk[:n], logits[:n]
-        first += n
-        for k, a, b, r in piece:
-            if k == 1: z[r:r + b - a] = x[a:b]
-            else: torch.addmm(x[a:b], x[a:b], W[k - 2].t(), out=z[r:r + b - a])
-        _mm_wide(z, U.t(), out=g)
-        nll_M[span], s = _softmax_ce_(g, rows.labels_M[span])
-        if not any(need): continue
-        g, scale = g.to(dtype), weight_M[span, None] / s
-        if need[1]: _addmm_wide_(dU, g.t(), (z * scale).to(dtype))
-        if not (need[0] or need[2]): continue
-        dz = (g @ U).to(wide).mul_(scale)
-        for k, a, b, r in piece:
-            d = dz[r:r + b - a]
-            if need[2] and k > 1: _addmm_wide_(dW[k - 2], d.to(dtype).t(), x[a:b])
-            if trunk != 1 and k > 1: d.mul_(trunk)
-            if need[0]: dx[a:b].add_(d)
-            if need[0] and k > 1: _addmm_wide_(dx[a:b], d.to(dtype), W[k - 2])
+    nll_M, dz_MD, dU = LOSS(_rows_of_depths(x, W, rows.counts, step), unembed_VD, rows.labels_M, weight_M, chunk, (need[0] or need[2], need[1]))
+    dx, dW = (torch.zeros(shape, dtype=wide, device=x.device) if on else None for shape, on in (((T, D), need[0]), (W.shape, need[2])))
+    for k, a, b, r in _pieces(rows.counts, step) if need[0] or need[2] else ():
+        d = dz_MD[r:r + b - a]
+        if need[2] and k > 1: _add_product_(dW[k - 2], d.to(dtype).t(), x[a:b])
+        if trunk != 1 and k > 1: d.mul_(trunk)
+        if need[0]: dx[a:b].add_(d)
+        if need[0] and k > 1: _add_product_(dx[a:b], d.to(dtype), W[k - 2])
     if need[0]:  # back to the order of the text
         place_T = torch.empty_like(rows.order_T)
         place_T[rows.order_T] = torch.arange(T, device=x.device)
         dx = dx.index_select(0, place_T)
-    return nll_M[:, 0], (dx, dU, dW)
+    return nll_M, (dx, dU, dW)
 
-
+# %% ../../nbs/41_mtp.loss.ipynb #111e0afc
 class _LiveRowsLoss(torch.autograd.Function):
     "(Σ weight·nll, nll_M): gradients are made in forward and scaled in backward."
 
     @staticmethod
     def forward(ctx, hidden_TD, unembed_VD, heads_w, rows, weight_M, chunk, grad_on, trunk):
         need = [grad_on and n for n in ctx.needs_input_grad[:3]]
-        nll_M, grads = _loss_and_grads(hidden_TD, unembed_VD, heads_w, rows, weight_M, chunk, need, trunk)
-        ctx.save_for_backward(*[g if g is None else g.to(p.dtype) for g, p in zip(grads, (hidden_TD, unembed_VD, heads_w))])
+        nll_M, (dx, dU, dW) = _loss_and_grads(hidden_TD, unembed_VD, heads_w, rows, weight_M, chunk, need, trunk)
+        ctx.save_for_backward(dx if dx is None else dx.to(hidden_TD.dtype), dU, dW)
+        ctx.weights = unembed_VD, heads_w
         ctx.mark_non_differentiable(nll_M)
         return nll_M @ weight_M, nll_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx, up, _):
-        return *[g if g is None else g * up.to(g.dtype) for g in ctx.saved_tensors], None, None, None, None, None
+        dx, *grads = ctx.saved_tensors
+        return dx if dx is None else _scaled(dx, up), *[g if g is None else scaled_gradient(p, g, up) for p, g in zip(ctx.weights, grads)], None, None, None, None, None
 
-# %% ../../nbs/41_mtp.loss.ipynb #b2134ff6
+# %% ../../nbs/41_mtp.loss.ipynb #8966ff88
 class DepthNLL(NamedTuple):
     "Unweighted nats and rows by depth; `nll_K[0] / rows_K[0]` is the next-token loss of the batch."
     nll_K: torch.Tensor  # detached, summed over the rows of each depth
@@ -208,7 +186,8 @@ def adamtp_loss(hidden_BSD, unembed_VD, heads_w, tokens_BL, depth_BS, *, alpha=0
                 parts=False):     # return (loss, DepthNLL)
     """AdaMTP loss over live rows in nats, without ever holding the full logits.
 
-    `hidden_BSD` fp32, bf16 or fp64 (compute dtype); `unembed_VD` and `heads_w` [K − 1, D, D] any float dtype, gradients come in theirs. Label of (t, k) is `tokens_BL[:, t+k]`, L ≥ S.
+    `hidden_BSD` fp32, bf16 or fp64 (compute dtype); `unembed_VD` and `heads_w` [K − 1, D, D] any float dtype, gradients come in theirs, or in their fp32 sums. Label of (t, k) is `tokens_BL[:, t+k]`, L ≥ S;
+    tokens and depths may lie on the CPU, and then nothing waits for a GPU. The vocabulary's part runs on the backend chosen for the operation `loss`.
     No live row: loss 0, gradients 0. Not twice differentiable. ValueError on shapes, dtype, depth beyond the heads, label beyond V. Source: A-02, DESIGN 6."""
     rows = live_rows(tokens_BL, depth_BS)
     _check(hidden_BSD, unembed_VD, heads_w, depth_BS, rows, chunk)
@@ -217,21 +196,20 @@ def adamtp_loss(hidden_BSD, unembed_VD, heads_w, tokens_BL, depth_BS, *, alpha=0
     if not 0 <= trunk_gradient <= 1: raise ValueError(f"adamtp_loss: trunk_gradient is {trunk_gradient}, 0…1 are allowed")
     if M and not N > 0: raise ValueError(f"adamtp_loss: normalizer is {N} with {M} live rows, a positive count is allowed")
     wide = torch.promote_types(hidden_BSD.dtype, torch.float32)
-    weight_K = torch.tensor([alpha**k / N for k in range(1, len(rows.counts) + 1)] if M else [], dtype=wide, device=hidden_BSD.device)
-    weight_M = weight_K.repeat_interleave(torch.tensor(rows.counts, dtype=torch.long, device=weight_K.device), output_size=M)
-    loss, nll_M = _LiveRowsLoss.apply(hidden_BSD.flatten(0, 1), unembed_VD, heads_w, rows, weight_M, chunk, torch.is_grad_enabled(), trunk_gradient)
+    weight_M = torch.cat([torch.full((n,), alpha**k / N, dtype=wide, device=hidden_BSD.device) for k, n in enumerate(rows.counts, 1)] or [hidden_BSD.new_zeros(0, dtype=wide)])
+    loss, nll_M = _LiveRowsLoss.apply(hidden_BSD.flatten(0, 1), unembed_VD, heads_w, rows.to(hidden_BSD.device), weight_M, chunk, torch.is_grad_enabled(), trunk_gradient)
     if not parts: return loss
     nll_K = torch.stack([n.sum() for n in nll_M.split(rows.counts)]) if M else nll_M
     return loss, DepthNLL(nll_K, rows.counts)
 
-# %% ../../nbs/41_mtp.loss.ipynb #e14f7fd1
+# %% ../../nbs/41_mtp.loss.ipynb #99587ece
 @torch.no_grad()
 def next_token_nll(hidden_BSD, unembed_VD, tokens_BL, valid_BS, chunk=2048):
     """(Σ −log P(x_{t+1}) in nats as a float64 scalar, number of tokens) over positions with `valid_BS` (bool, or depths) and a next token. No gradient. Source: A-02."""
     rows = live_rows(tokens_BL, valid_BS.bool().long())
     no_heads = hidden_BSD.new_zeros(0, hidden_BSD.shape[-1], hidden_BSD.shape[-1])
     _check(hidden_BSD, unembed_VD, no_heads, valid_BS, rows, chunk)
-    nll_M, _ = _loss_and_grads(hidden_BSD.flatten(0, 1), unembed_VD, no_heads, rows, None, chunk, (False, False, False))
+    nll_M, _ = _loss_and_grads(hidden_BSD.flatten(0, 1), unembed_VD, no_heads, rows.to(hidden_BSD.device), None, chunk, (False, False, False))
     return nll_M.double().sum(), len(nll_M)
 
 # %% ../../nbs/41_mtp.loss.ipynb #b69903fe
