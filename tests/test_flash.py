@@ -1,32 +1,20 @@
 """Attention by tiles: the Triton kernels against the reference and float64, on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from hsmoe.model import attention, flash
 from hsmoe.model.attention import ATTENTION, Attention, KVCache, _check_attend, attention_differs, attention_sites, reference_attend, rope_table, triton_attend
 from hsmoe.model.flash import flash_attention, why_declined
+from on_device import BF16, DEVICE, F32, F64, INTERPRETED, interpret, needs_gpu, new_seed, plain, runs_kernels, starts_interpreter, triton
 
-triton = flash.triton
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 GPU = DEVICE == "cuda"
-runs_kernels = pytest.mark.skipif(triton is None or not INTERPRETED and not GPU, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-needs_gpu = pytest.mark.skipif(triton is None or not GPU, reason="needs a GPU")
-plain = pytest.mark.skipif(INTERPRETED, reason="the reference is tested outside the interpreter")
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DTYPE = BF16 if GPU else F32                              # the interpreter computes in fp32, so that little but the order of sums differs
 E4M3, CEIL, FLOOR = "mxfp8_e4m3:1x32+ceil", "ue5m3:1x32+ceil", "ue5m3:1x32"
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED or GPU, reason="the tests below run right here")
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +22,7 @@ def fresh(monkeypatch):
     "New random numbers each time, no memory of earlier choices, and small tiles for the interpreter"
     monkeypatch.setattr(ATTENTION, "chosen", {})
     if INTERPRETED: small_tiles(monkeypatch, 64, 64)
-    print("seed", torch.seed() % 2**31)                   # pytest shows it with a failure
-    torch.manual_seed(torch.initial_seed() % 2**31)
+    new_seed()
 
 
 def small_tiles(monkeypatch, rows, others):

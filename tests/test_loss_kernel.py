@@ -1,8 +1,4 @@
 """Linear cross-entropy: its backends against the reference and against float64, on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,14 +6,9 @@ import torch.nn.functional as F
 from hsmoe.mtp import kernels
 from hsmoe.mtp.kernels import LOSS, _by_exponentials, _by_softmax, _hopper_product, _launch, _scale_in_place, _served, _triton_softmax_, chunks_linear_ce, differing, linear_ce, reference_linear_ce, triton_linear_ce, why_not_hopper
 from hsmoe.mtp.loss import adamtp_loss, next_token_nll
+from on_device import BF16, DEVICE, F32, F64, INTERPRETED, interpret, new_seed, plain, runs_kernels, starts_interpreter
 
-triton = kernels.triton
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 HOPPER = DEVICE == "cuda" and why_not_hopper(torch.device("cuda")) is None
-runs_kernels = pytest.mark.skipif(triton is None or not INTERPRETED and DEVICE == "cpu", reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-plain = pytest.mark.skipif(INTERPRETED, reason="tested outside the interpreter")
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 BOTH = (True, True)
 
 
@@ -34,10 +25,9 @@ if HOPPER: BACKENDS |= {f"hopper {t}": _by_exponentials(*_hopper_product(t), _se
 each = pytest.mark.parametrize("name", BACKENDS)
 
 
-@pytest.mark.skipif(triton is None or INTERPRETED or DEVICE == "cuda", reason="the tests below run right here")
+@starts_interpreter
 def test_in_the_interpreter():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    interpret(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +35,7 @@ def fresh(monkeypatch):
     "New random numbers each time, and no memory of earlier choices"
     monkeypatch.setattr(LOSS, "chosen", {})
     monkeypatch.setattr(kernels, "_ROW", dict(BLOCK=128, GROUP=8, num_warps=1) if INTERPRETED else kernels._ROW)     # several pieces a row
-    print("seed", torch.seed() % 2**31)          # pytest shows it with a failure
-    torch.manual_seed(torch.initial_seed() % 2**31)
+    new_seed()
 
 
 def problem(M, D, V, dtype=BF16, spread=2.0):

@@ -6,16 +6,14 @@
 __all__ = ['REFERENCE', 'DISPATCH', 'padded_rows', 'sort_slots', 'gather', 'sum_rows', 'spread', 'triton_sort', 'triton_sum',
            'triton_spread', 'triton_gather', 'RowOps', 'differing']
 
-# %% ../../nbs/20_comm.kernels.ipynb #a8b1a0fb
-import os
-from contextlib import nullcontext
+# %% ../../nbs/20_comm.kernels.ipynb #a324b9c5
 from itertools import product
 from typing import Callable, NamedTuple
 
 import torch, torch.nn.functional as F
 
-from ..backends import BackendError, Operation
-from ..quant.kernels import constexpr, kernel, triton, why_not
+from ..backends import Operation
+from ..quant.kernels import constexpr, kernel, launching, served, triton, why_not
 
 # %% ../../nbs/20_comm.kernels.ipynb #821c16a8
 try: import triton.language as tl
@@ -178,12 +176,7 @@ def _spread_rows(dy, y, gate, order, inverse, offsets, dy_rows, dgate, T, E, R, 
     if R > slots:
         _clear_padding(dy_rows, order, R, slots, D, DB)
 
-# %% ../../nbs/20_comm.kernels.ipynb #d74805d6
-def _launching(device):
-    "Where to launch; `BackendError` where neither a GPU nor Triton's interpreter can run a kernel"
-    if (why := why_not(device)) and not (triton and os.environ.get("TRITON_INTERPRET") == "1"): raise BackendError(f"row kernels cannot run on {device}: {why}")
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
+# %% ../../nbs/20_comm.kernels.ipynb #b025125d
 def triton_sort(expert_TC, n_experts: int, align: int = 1):
     "`RowOps.sort` by counting"
     slots, E, device = expert_TC.numel(), n_experts, expert_TC.device
@@ -195,12 +188,10 @@ def triton_sort(expert_TC, n_experts: int, align: int = 1):
     counts = torch.empty(tiles, bins, dtype=torch.int32, device=device)
     offsets_E, order_R, inverse_TC = (torch.empty(shape, dtype=torch.int64, device=device) for shape in (E, R, expert_TC.shape))
     expert = expert_TC.contiguous()
-    with _launching(device):
+    with launching(device, "row kernels"):
         _count_slots[(tiles,)](expert, counts, order_R, slots, R, E, tile, BINS=bins, B=512, num_warps=4)
         _place_slots[(tiles,)](expert, counts, offsets_E, order_R, inverse_TC, slots, E, tile, tiles, ALIGN=align, BINS=bins, B=256, Q=8192 // bins, num_warps=8)
     return offsets_E, order_R, inverse_TC
-
-def _served(*ts): return all(t.dtype in (torch.bfloat16, torch.float16, torch.float32) and t.numel() for t in ts)
 
 def _cut(D, slots, numbers):
     "Tokens and features of a program that holds `slots` rows of each token and `numbers` at a time, or some more"
@@ -209,11 +200,11 @@ def _cut(D, slots, numbers):
 
 def triton_sum(y_RD, inverse_TC, gate_TC, offsets_E):
     "`RowOps.sum` by a Triton kernel"
-    if not _served(y_RD): return sum_rows(y_RD, inverse_TC, gate_TC, offsets_E)
+    if not served(y_RD): return sum_rows(y_RD, inverse_TC, gate_TC, offsets_E)
     (T, C), D, gated = inverse_TC.shape, y_RD.shape[1], gate_TC is not None
     out, cut = torch.empty(T, D, dtype=y_RD.dtype, device=y_RD.device), _cut(D, 1, 1024)
     y, gate = y_RD.contiguous(), gate_TC.to(torch.float32).contiguous() if gated else y_RD
-    with _launching(y.device):
+    with launching(y.device, "row kernels"):
         _sum_rows[(triton.cdiv(T, cut["TB"]) * triton.cdiv(D, cut["DB"]),)](y, inverse_TC.contiguous(), gate, offsets_E, out, T, len(offsets_E),
                                                                            GATED=gated, C=C, D=D, **cut, num_warps=4, enable_fp_fusion=False)
     return out
@@ -224,19 +215,19 @@ def _spread_by(dy_TD, y_RD, gate_TC, order_R, inverse_TC, offsets_E, dtype, gate
     dgate_TC = torch.empty(T, C, dtype=torch.float32, device=device) if gated else dy_RD
     slots = triton.next_power_of_2(C)
     cut = _cut(D, slots, 2048)
-    with _launching(device):
+    with launching(device, "row kernels"):
         _spread_rows[(triton.cdiv(T, cut["TB"]),)](dy_TD.contiguous(), y_RD.contiguous(), gate_TC.contiguous(), order_R, inverse_TC.contiguous(), offsets_E, dy_RD, dgate_TC,
                                                    T, len(offsets_E), R, T * C, GATED=gated, C=C, CB=slots, D=D, **cut, num_warps=4)
     return dy_RD, dgate_TC
 
 def triton_spread(dy_TD, y_RD, gate_TC, order_R, inverse_TC, offsets_E):
     "`RowOps.spread` by a Triton kernel"
-    if not _served(dy_TD, y_RD): return spread(dy_TD, y_RD, gate_TC, order_R, inverse_TC, offsets_E)
+    if not served(dy_TD, y_RD): return spread(dy_TD, y_RD, gate_TC, order_R, inverse_TC, offsets_E)
     return _spread_by(dy_TD, y_RD, gate_TC.to(torch.float32), order_R, inverse_TC, offsets_E, y_RD.dtype, True)
 
 def triton_gather(x_TD, order_R, inverse_TC, offsets_E):
     "`RowOps.gather` by a Triton kernel"
-    if not _served(x_TD): return gather(x_TD, order_R, inverse_TC, offsets_E)
+    if not served(x_TD): return gather(x_TD, order_R, inverse_TC, offsets_E)
     return _spread_by(x_TD, x_TD, x_TD, order_R, inverse_TC, offsets_E, x_TD.dtype, False)[0]
 
 # %% ../../nbs/20_comm.kernels.ipynb #d6d6c32f

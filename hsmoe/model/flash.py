@@ -5,18 +5,16 @@
 # %% auto #0
 __all__ = ['AttentionSites', 'why_declined', 'why_not_flash', 'flash_attention', 'turned']
 
-# %% ../../nbs/24_model.flash.ipynb #ce41709b
+# %% ../../nbs/24_model.flash.ipynb #d7ad4cb0
 import math
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..backends import BackendError
 from .elementwise import _INTERPRETED, _cast, _exp2, _quantised, _rounded
 from ..quant.fake import QuantSite, fake_quant
-from ..quant.kernels import constexpr, kernel, kernel_format, tl, triton, why_not
+from ..quant.kernels import constexpr, kernel, kernel_format, launching, tl, triton, why_not
 
 # %% ../../nbs/24_model.flash.ipynb #e2daccba
 @kernel
@@ -341,14 +339,13 @@ def why_not_flash(device) -> "str | None":
     if why := why_not(device): return why
     if torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9: return "the tiles of the attention kernels need the shared memory of an NVIDIA GPU of compute capability 9.0 or newer"
 
-# %% ../../nbs/24_model.flash.ipynb #030f673a
+# %% ../../nbs/24_model.flash.ipynb #770bc2f3
 _TILES = dict(forward=dict(BM=128, BN=64, num_warps=8, STAGES=2), dq=dict(BM=128, BN=64, num_warps=8, STAGES=2),
               dk=dict(BM=64, BN=128, num_warps=8, STAGES=2), dv=dict(BM=64, BN=128, num_warps=8, STAGES=2))
 _LIMIT = 60.0                                                            # scores in log2 units that need no maximum
 
 def _launch(run, grid, like, *args, **constants):
-    if (why := why_not(like.device)) and not (triton and _INTERPRETED.value): raise BackendError(f"flash_attention cannot run on {like.device}: {why}")
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext(): run[grid](*args, **constants, enable_fp_fusion=False)
+    with launching(like.device, "flash_attention"): run[grid](*args, **constants, enable_fp_fusion=False)
 
 def _cdiv(a, b): return -(-a // b)
 

@@ -6,19 +6,18 @@
 __all__ = ['REFERENCE', 'TRITON', 'Products', 'up', 'down', 'back', 'dx', 'dw', 'sums', 'fuses', 'triton_up', 'triton_down',
            'triton_back', 'triton_dx', 'triton_dw', 'triton_sums', 'Sample', 'sample', 'run_all', 'differing']
 
-# %% ../../nbs/25_model.gemm.ipynb #feb4acdd
-from contextlib import nullcontext
+# %% ../../nbs/25_model.gemm.ipynb #58bcee7a
 from functools import lru_cache, partial
 from typing import Callable, NamedTuple
 
 import torch, torch.nn.functional as F
 
-from ..backends import BackendError
+from ..comm.kernels import _wide
 from .elementwise import _INTERPRETED, _cast, _gelu, _gelu_both, _quantised
 from ..quant.formats import BlockFormat, qdq
-from ..quant.kernels import constexpr, kernel, kernel_format, tl, triton, why_not
+from ..quant.kernels import constexpr, kernel, kernel_format, launching, must_run, tl, triton
 
-# %% ../../nbs/25_model.gemm.ipynb #717e7db9
+# %% ../../nbs/25_model.gemm.ipynb #4adccd89
 class Products(NamedTuple):
     """The products of expert networks over sorted rows; expert e owns rows offsets_E[e-1] ≤ r < offsets_E[e], and rows past the last end may stay unwritten
 
@@ -31,10 +30,6 @@ class Products(NamedTuple):
     dx: Callable         # (dpre_RN, offsets_E, w_END) → dx_RD = Wᵀ dpre
     dw: Callable         # (p_RM, q_RK or q_TK, order_R, slots, offsets_E, into, add, dtype, scale, sums) → [E,M,K] = scale·Σ p qᵀ: new, of dtype, or written or added to `into`; `sums` [E,M], if given, becomes scale·Σ p
     sums: Callable       # (dy_RD, offsets_E, scale) → [E,D] fp32 = scale·Σ dy
-
-def _wide(x):
-    "`x` in at least fp32"
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def _ranges(offsets_E):
     "(expert, its rows)"
@@ -277,7 +272,7 @@ def _add_parts(parts, offsets, out, N, E, scale, EP: constexpr, BM: constexpr, B
         acc += tl.load(parts + tile[:, None] * N + col[None, :], (tile[:, None] < last) & (col[None, :] < N), 0.0)
     tl.store(out + me.to(tl.int64) * N + col, tl.sum(acc, 0) * scale, col < N)
 
-# %% ../../nbs/25_model.gemm.ipynb #31618f8b
+# %% ../../nbs/25_model.gemm.ipynb #ba475bba
 class _Sizes(NamedTuple):
     BM: int
     BN: int
@@ -308,12 +303,12 @@ def _site(site):
     return dict(f=kernel_format(fmt), FIXED=site[1] is not None, C=fmt.block[1], fixed=(site[1] or 0.0) * fmt.tensor_scale)
 
 def _check(like):
-    if (why := why_not(like.device)) and not (triton and _INTERPRETED.value): raise BackendError(f"expert kernels cannot run on {like.device}: {why}")
+    must_run(like.device, "expert kernels")
     if like.dtype not in (torch.float32, torch.bfloat16, torch.float16): raise TypeError(f"expert kernels take fp32, bf16 and fp16, not {like.dtype}")
 
 def _launch(run, programs, like, *args, warps=4, stages=3, **constants):
     if programs == 0: return
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+    with launching(like.device, "expert kernels"):
         run[(programs,)](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
 
 def _dense(x): return None if x is None else x.contiguous()

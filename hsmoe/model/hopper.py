@@ -272,7 +272,7 @@ def _weights(p_desc, q_desc, out, sums, offsets, E, M, N, scale, ADD: constexpr,
         (_consume_weights, (one, offsets, count, tiles_m, tiles_n, M, N, out, sums, scale, A, B, full, empty, turn, ADD, SUMS, SCALED, S, BM, BN, BK)),
         (_produce_weights, (p_desc, q_desc, offsets, count, tiles_m, tiles_n, A, B, full, empty, S, BM, BN, BK))], [WARPS, 1], [REGISTERS, 40 if WARPS == 4 else 32])
 
-# %% ../../nbs/27_model.hopper.ipynb #8eab3064
+# %% ../../nbs/27_model.hopper.ipynb #f966ca84
 _RING = dict(S=5, BM=128, BN=128, BK=64)
 _FEW, _MANY = dict(WARPS=4, REGISTERS=232, num_warps=4), dict(WARPS=8, REGISTERS=112, num_warps=8)
 
@@ -286,9 +286,9 @@ def why_not_hopper(device) -> "str | None":
 def _processors(device): return torch.cuda.get_device_properties(device).multi_processor_count
 
 @lru_cache
-def _layout(block, bits): return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+def _layout(block): return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
-def _desc(t, *block): return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), _layout(block, 16))
+def _desc(t, *block): return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), _layout(block))
 
 def _served(*ts) -> bool:
     "Whether TMA can copy from and to tensors"

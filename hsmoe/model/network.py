@@ -5,24 +5,20 @@
 # %% auto #0
 __all__ = ['EXPERTS', 'loop_linear', 'grouped_linear', 'linear', 'Experts']
 
-# %% ../../nbs/28_model.network.ipynb #5aade105
+# %% ../../nbs/28_model.network.ipynb #7e500817
 from typing import Callable, NamedTuple
 import torch, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from ..backends import Operation
 from ..comm.dispatch import Rows, gather_rows
-from ..comm.kernels import DISPATCH
+from ..comm.kernels import DISPATCH, _wide
 from ..quant.fake import fake_quant
 from ..quant.formats import BlockFormat, qdq
 from ..quant.kernels import why_not
 from .gemm import REFERENCE as PRODUCTS, TRITON, Products, fuses
 from .hopper import HOPPER, dense_dw, why_not_hopper
 
-# %% ../../nbs/28_model.network.ipynb #b04082f1
-def _wide(x):
-    "`x` in at least fp32"
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
+# %% ../../nbs/28_model.network.ipynb #54b48502
 def loop_linear(x_RK, ends, w_ENK, b_EN):
     "Reference: rows up to ends[e] go through expert e, in fp32 at least; rows past the last end become 0"
     counts = [end - start for start, end in zip([0, *ends], ends)]
@@ -147,7 +143,7 @@ def _operand(x_TD, order_R, inverse_TC, offsets_E, gathers):
     if gathers: return x_TD, order_R, inverse_TC.shape[1]
     return DISPATCH.of(x_TD.device).gather(x_TD, order_R, inverse_TC, offsets_E), None, 1
 
-# %% ../../nbs/28_model.network.ipynb #165e266f
+# %% ../../nbs/28_model.network.ipynb #9f0dd748
 def _fits(site): return site is None or not callable(site) and fuses(site[0])
 
 def _by_products(choose):
@@ -155,9 +151,8 @@ def _by_products(choose):
     def run(x_TD, w_in_END, b_in_EN, w_out_EDN, b_out_ED, offsets_E, order_R=None, inverse_TC=None, *, scale=1.0, hidden=None, out=None, aligned=False):
         args, rows = (x_TD, w_in_END, b_in_EN, w_out_EDN, b_out_ED), (offsets_E, order_R, inverse_TC)
         chosen = choose(x_TD, w_in_END, aligned or order_R is None and w_in_END.ndim == 2) if x_TD.dtype == w_in_END.dtype == w_out_EDN.dtype else None
-        if chosen is None or callable(hidden): return _by(grouped_linear)(*args, *rows, scale=scale, hidden=hidden, out=out)
+        if chosen is None or not _fits(hidden): return _by(grouped_linear)(*args, *rows, scale=scale, hidden=hidden, out=out)
         inside = out if _fits(out) else None
-        if not _fits(hidden): return _by(grouped_linear)(*args, *rows, scale=scale, hidden=hidden, out=out)
         y_RD = _Network.apply(*args, *rows, scale, hidden, inside, *chosen)
         return y_RD if inside is out else _rounded(y_RD, out)
     return run

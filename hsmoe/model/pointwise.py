@@ -5,19 +5,18 @@
 # %% auto #0
 __all__ = ['REFERENCE', 'POINTWISE', 'reference_norm', 'reference_gated', 'Pointwise', 'differing', 'triton_norm', 'triton_gated']
 
-# %% ../../nbs/29_model.pointwise.ipynb #17fd0d32
-from contextlib import nullcontext
+# %% ../../nbs/29_model.pointwise.ipynb #5189d9b0
 from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..backends import BackendError, Operation
+from ..backends import Operation
 from .elementwise import _INTERPRETED, _cast, _gelu, _gelu_both, _quantised, _rounded
 from ..quant.fake import fake_quant
 from ..quant.formats import BlockFormat, _check_block_scale
-from ..quant.kernels import constexpr, kernel, kernel_format, triton, why_not
+from ..quant.kernels import constexpr, kernel, kernel_format, launching, served, triton, why_not
 
 # %% ../../nbs/29_model.pointwise.ipynb #821c16a8
 try: import triton.language as tl
@@ -150,12 +149,9 @@ def _norm_back(x, dy, w, r, dx, parts, T, D: constexpr, RB: constexpr, DB: const
         v, g, s, row = next_v, next_g, next_s, after
     tl.store(parts + p * D + col, tl.sum(total, 0)[None, :], col < D)
 
-# %% ../../nbs/29_model.pointwise.ipynb #bb228813
-def _served(*ts): return all(t.dtype in (torch.bfloat16, torch.float16, torch.float32) and t.numel() for t in ts)
-
+# %% ../../nbs/29_model.pointwise.ipynb #206db2e7
 def _launch(run, programs, like, *args, **constants):
-    if (why := why_not(like.device)) and not (triton and _INTERPRETED.value): raise BackendError(f"pointwise kernels cannot run on {like.device}: {why}")
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+    with launching(like.device, "pointwise kernels"):
         run[(programs,)](*args, **constants, enable_fp_fusion=False)
 
 def _cdiv(a, b): return -(-a // b)
@@ -192,7 +188,7 @@ class _Norm(torch.autograd.Function):
 def triton_norm(x, weight, eps: float):
     "`Pointwise.norm` by Triton kernels"
     _check_norm(x, weight)
-    return _Norm.apply(x, weight, eps) if _served(x, weight) and x.shape[-1] <= 8192 else reference_norm(x, weight, eps)
+    return _Norm.apply(x, weight, eps) if served(x, weight) and x.shape[-1] <= 8192 else reference_norm(x, weight, eps)
 
 # %% ../../nbs/29_model.pointwise.ipynb #fbff5dd4
 @kernel
@@ -235,13 +231,13 @@ def _gated_back(g, u, da, dg, du, n, fixed, f: constexpr, FIXED: constexpr, ROUN
     tl.store(du + at, _cast(d * h, du.dtype.element_ty), inside)
     tl.store(dg + at, _cast(d * value.to(tl.float32) * slope, dg.dtype.element_ty), inside)
 
-# %% ../../nbs/29_model.pointwise.ipynb #a7d29c9a
+# %% ../../nbs/29_model.pointwise.ipynb #ce69c7f3
 def _plan(g, site):
     "Number of programs, how far the list or rows go, a frozen step, and the constants of the kernels; None where they cannot serve"
     fmt = site and BlockFormat.parse(site[0])
     f, C, scale = (kernel_format(fmt), fmt.block[1], site[1]) if site else (None, 1, None)
     if site: _check_block_scale(scale, fmt)
-    if not _served(g) or site and (f is None or fmt.block[0] != 1): return None
+    if not served(g) or site and (f is None or fmt.block[0] != 1): return None
     width, numel = g.shape[-1] if g.ndim else 1, g.numel()
     L = width if width % C else 0
     W = max(C, min(2048, _power(width)) if L else 2048)

@@ -6,19 +6,18 @@
 __all__ = ['chunks_linear_ce', 'hopper_linear_ce', 'LOSS', 'reference_linear_ce', 'triton_linear_ce', 'scaled_gradient',
            'linear_ce', 'differing']
 
-# %% ../../nbs/39_mtp.kernels.ipynb #d4a4a383
-from contextlib import nullcontext
+# %% ../../nbs/39_mtp.kernels.ipynb #1f0b9a2b
 from functools import lru_cache
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..backends import BackendError, Operation
+from ..backends import Operation
 from ..model.elementwise import _INTERPRETED, _cast, _exp2
-from ..model.hopper import _FEW, _desc, _halves, _processors, _put, _served, gl, jit, why_not_hopper
+from ..model.hopper import _FEW, _desc, _halves, _processors, _put, _served, dense_dw, gl, jit, why_not_hopper
 from ..model.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from ..model.network import _gradient
-from ..quant.kernels import constexpr, kernel, tl, triton, why_not
+from ..quant.kernels import constexpr, kernel, launching, tl, triton, why_not
 
 # %% ../../nbs/39_mtp.kernels.ipynb #6e1700e0
 _MM_TO_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # torch ≥ 2.8, CUDA: a bf16 product that keeps its fp32 sums
@@ -68,7 +67,7 @@ def reference_linear_ce(x_MD, unembed_VD, label_M, weight_M, chunk, need):
         if need[0]: dx_MD[span] = (g @ U).to(wide).mul_(scale)
     return nll_M[:, 0], dx_MD, du_VD
 
-# %% ../../nbs/39_mtp.kernels.ipynb #ea4af7ec
+# %% ../../nbs/39_mtp.kernels.ipynb #2b2be20a
 def _filled(tiles: int, processors: int) -> float:
     "Share of the processors at work while so many equal tiles are done"
     return tiles / (-(-tiles // processors) * processors)
@@ -94,12 +93,6 @@ def _dx(g_nV, U_VD):
     if p == 1: return g_nV @ U_VD
     g_pnv = g_nV.as_strided((p, n, V // p), (V // p, g_nV.stride(0), 1))
     return torch.bmm(g_pnv, U_VD.view(p, V // p, D), out_dtype=torch.float32).sum(0)
-
-def _add_du_(du_VD, g_nV, z_nD, first: bool):
-    "du (+)= gᵀ @ z, in du's dtype"
-    if g_nV.dtype == du_VD.dtype: torch.addmm(du_VD, g_nV.t(), z_nD, beta=0 if first else 1, out=du_VD)
-    elif g_nV.is_cuda: torch.addmm(du_VD, g_nV.t(), z_nD, beta=0 if first else 1, out_dtype=du_VD.dtype, out=du_VD)
-    else: torch.addmm(du_VD, g_nV.t().to(du_VD.dtype), z_nD.to(du_VD.dtype), beta=0 if first else 1, out=du_VD)
 
 # %% ../../nbs/39_mtp.kernels.ipynb #95e104a9
 @kernel
@@ -135,10 +128,9 @@ def _softmax_row(logits, label, weight, nll, lse, stride, n, V, STATS: constexpr
                 tl.store(row + c + col, _cast(g, logits.dtype.element_ty), c + col < V, eviction_policy="evict_first")
         at += tl.num_programs(0)
 
-# %% ../../nbs/39_mtp.kernels.ipynb #ce80e9c5
+# %% ../../nbs/39_mtp.kernels.ipynb #bec4869e
 def _launch(run, programs, like, *args, **constants):
-    if (why := why_not(like.device)) and not (triton and _INTERPRETED.value): raise BackendError(f"the kernels of mtp.kernels cannot run on {like.device}: {why}")
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+    with launching(like.device, "the kernels of mtp.kernels"):
         run[(programs,)](*args, **constants)
 
 _ROW = dict(BLOCK=16384, GROUP=8, num_warps=32)
@@ -191,7 +183,7 @@ def _by_softmax(softmax_):
             torch.mm(z, U.t(), out=logits)
             softmax_(logits, label_M[span], weight_M[span] if any(need) else None, nll_M[span])
             if need[0]: dx_MD[span] = _dx(logits, U)
-            if need[1]: _add_du_(du_VD, logits, z, span.start == 0)
+            if need[1]: dense_dw(logits, z, du_VD, add=span.start > 0)
         return nll_M, dx_MD, du_VD
     return run
 
@@ -348,7 +340,7 @@ def _settle(x, e, label, weight, at, shift, s, nll, scale, xs, D, stride, GRADS:
             v = tl.load(x + r * D + col, col < D, 0.0).to(tl.float32)
             tl.store(xs + r * D + col, _cast(v * factor, xs.dtype.element_ty), col < D)
 
-# %% ../../nbs/39_mtp.kernels.ipynb #7fed4dd4
+# %% ../../nbs/39_mtp.kernels.ipynb #7b2328f2
 _TILES = {"128x128": dict(S=5, BM=128, BN=128, BK=64), "64x256": dict(S=4, BM=64, BN=256, BK=64)}
 
 def _hopper_product(tile="128x128"):
@@ -386,7 +378,7 @@ def _by_exponentials(product, width, served=lambda x, u: True):
             of_rows = label_M[span], weight_M[span] if grads else at, at, shift, sums, nll_M[span], scale, xs
             _launch(_settle, n, z, z, e, *of_rows, D, e.stride(0), GRADS=grads, BLOCK=D2, num_warps=4)
             if need[0]: torch.mul(_dx(e, U), scale[:n, None], out=dx_MD[span])
-            if need[1]: _add_du_(du_VD, e, xs[:n], span.start == 0)
+            if need[1]: dense_dw(e, xs[:n], du_VD, add=span.start > 0)
         return nll_M, dx_MD, du_VD
     return run
 
