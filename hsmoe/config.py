@@ -60,7 +60,7 @@ class RouterSection(Section):
     bias_update_rate: float = Field(0.001, ge=0)  # step of balance "bias", in units of a logit
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
-# %% ../nbs/00_config.ipynb #d2b7d6cd
+# %% ../nbs/00_config.ipynb #6865adc3
 class QuantSection(Section):
     "Which tensors live on which block format (SPEC Q-01 to Q-04)."
     weight_format: Optional[str] = "nvfp4:8x8"
@@ -76,6 +76,7 @@ class MTPSection(Section):
     alpha: float = Field(0.85, gt=0, le=1)
     entropy_lambda: float = 0.0                   # the printed +0.1 lowers each token's routing entropy, until all choose the same experts
     trunk_gradient: float = Field(0.3, ge=0, le=1)   # share of the gradient of depths 2 and more that goes on behind the heads (the unembedding gets all of it)
+    chunk: int = Field(2048, ge=1)                # rows whose logits exist at a time
     multiplier: float = Field(3.0, ge=1)          # mean depth the bands are calibrated to
     calibrate: bool = True
     low_bits: float = Field(30.0, gt=0)
@@ -115,7 +116,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #ca85ef19
+# %% ../nbs/00_config.ipynb #5fdb3e95
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -123,6 +124,7 @@ class TrainSection(Section):
     micro_batch_sequences: int = Field(512, ge=1) # a process, a forward pass
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False                   # PyTorch's own operations, too, give the same bits each time, on a GPU as well
     threads: int = Field(0, ge=0)                 # of a CPU; 0: torch's choice, or the faster of it and one where a run is timed first
     seed: int = Field(1234, ge=0, lt=2**63)
     log_every: float = Field(1, gt=0)

@@ -11,7 +11,7 @@ __all__ = ['QDQ_FORMATS', 'OURS', 'MUST', 'ROUTINGS', 'MUST_MOE', 'clock', 'copy
            'measure_errors', 'mixture_layer', 'feed_forward', 'Block', 'time_block', 'Piece', 'time_pieces', 'least_ms',
            'piece_rate']
 
-# %% ../nbs/86_speed.ipynb #a437104c
+# %% ../nbs/86_speed.ipynb #5b48edd0
 import functools
 import importlib.util
 import json
@@ -33,7 +33,7 @@ from .config import load_config
 from .model.experts import RoutedExperts
 from .model.gemm import REFERENCE as PRODUCTS, TRITON
 from .model.hopper import HOPPER
-from .model.hybrid import HybridSparseMoEModel, Layer, quant_policy, set_compute_dtype
+from .model.hybrid import HybridSparseMoEModel, Layer, add_norm, quant_policy, set_compute_dtype
 from .model.network import EXPERTS
 from .optim.adamw8bit import AdamW8bit, _into_main_grad
 from .quant.fake import quantize_model
@@ -508,7 +508,7 @@ def measure_errors(m: Mixture, device, dtype, backends, count: int = 3, note=pri
     forget(case.leaves)
     return result
 
-# %% ../nbs/86_speed.ipynb #07518bb0
+# %% ../nbs/86_speed.ipynb #1e4871e0
 def mixture_layer(m: Mixture, device, dtype) -> Layer:
     "A layer of preset `5b` with the widths of `m`: initialised, cast and quantised in the order of `build_model`, but on the device."
     small = dict(n_layers=1, d_model=m.D, n_heads=1, head_dim=m.D, n_routed=m.E, n_shared=m.J, top_k=m.C, expert_inner=m.N, dense_inner=m.F, vocab_size=16, max_seq_len=16)
@@ -518,20 +518,20 @@ def mixture_layer(m: Mixture, device, dtype) -> Layer:
     sum_in_fp32(layer)
     return layer
 
-def feed_forward(layer: Layer, x_TD: Tensor) -> Tensor:
-    "The feed-forward half of a layer."
-    u_TD = layer.moe_norm(x_TD)
-    return x_TD + layer.moe_out_norm(layer.moe(u_TD)[0] + layer.dense(u_TD))
+def feed_forward(layer: Layer, x_TD: Tensor, branch_TD: Tensor) -> Tensor:
+    "The feed-forward half of a layer, from residual stream and attention's output to the stream behind it."
+    x_TD, branch_TD, _ = layer.feed_forward(x_TD, branch_TD)
+    return x_TD + branch_TD
 
 class Block:
     "A layer's feed-forward half with random tokens and a gradient from above."
     def __init__(self, m: Mixture, device, dtype):
         self.m, self.device, self.layer = m, torch.device(device), mixture_layer(m, device, dtype)
-        self.x_TD = torch.randn(m.T, m.D, device=device, dtype=dtype, requires_grad=True)
+        self.x_TD, self.branch_TD = (torch.randn(m.T, m.D, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
         self.dy_TD = torch.randn(m.T, m.D, device=device, dtype=dtype)
-        self.leaves = [self.x_TD, *self.layer.moe.parameters(), *self.layer.dense.parameters(), self.layer.moe_norm.weight, self.layer.moe_out_norm.weight]
+        self.leaves = [self.x_TD, self.branch_TD, *self.layer.moe.parameters(), *self.layer.dense.parameters(), self.layer.moe_norm.weight, self.layer.moe_out_norm.weight]
 
-    def __call__(self) -> Tensor: return feed_forward(self.layer, self.x_TD)
+    def __call__(self) -> Tensor: return feed_forward(self.layer, self.x_TD, self.branch_TD)
 
     def both(self) -> None:
         "Forward and backward of a first micro-batch."
@@ -555,7 +555,7 @@ def time_block(block: Block, ceiling: float, note=print) -> list:
         add("block_fwdbwd_graph", replay, 3 * flops)
     return result
 
-# %% ../nbs/86_speed.ipynb #6067a296
+# %% ../nbs/86_speed.ipynb #c384919a
 class Piece(NamedTuple):
     "A part of the block: milliseconds, operations of its products, bytes that have to move."
     direction: str
@@ -602,11 +602,11 @@ def _experts_pieces(block: Block, u, routing, dy):
     yield "backward", "sum of dx", lambda: ops.sum(dx_R, inverse, None, ends), 0, token + row_
 
 def _with_backward(name, f, leaves, dy, flops, move, move_back):
-    "Both directions of a differentiable piece"
+    "Both directions of a differentiable piece; `dy` is the gradient of its result, or of each of its results"
     y = f()
     def back():
         forget(leaves)
-        y.backward(dy, retain_graph=True)
+        torch.autograd.backward(y, dy, retain_graph=True)
     def forward():
         with torch.no_grad(): f()
     yield "forward", name, forward, flops, move
@@ -616,17 +616,17 @@ def time_pieces(block: Block, ceilings: dict, note=print) -> list:
     "The `Piece`s of the block."
     m, layer, device, dy = block.m, block.layer, block.device, block.dy_TD
     x = block.x_TD
-    u = layer.moe_norm(x).detach().requires_grad_()
+    u, norm, out_norm = layer.moe_norm(x).detach().requires_grad_(), layer.moe_norm, layer.moe_out_norm
     with torch.no_grad(): a, b, c = (y.requires_grad_() for y in (layer.moe.shared(u), layer.dense(u), layer.dense(u)))
+    normed = lambda: add_norm(norm, x, block.branch_TD, uses=5)
     routing, token = layer.moe.router(u), m.T * m.D * x.element_size()
     dgate = torch.randn_like(routing.gate_TC)
-    parts = [[*_with_backward("norm", lambda: layer.moe_norm(x), [x, layer.moe_norm.weight], dy, 0, 2 * token, 3 * token)],
-             [("backward", "gradients of u", lambda: dy + a.detach() + b.detach() + c.detach() + u.detach(), 0, 6 * token)],
+    parts = [[*_with_backward("sum, norm", normed, [x, block.branch_TD, norm.weight], (dy,) * 6, 0, 4 * token, 8 * token)],
              [*_with_backward("router", lambda: layer.moe.router(u).gate_TC, [u, *layer.moe.router.parameters()], dgate, 2 * m.T * m.D * m.E, 0, 0)],
              [*_experts_pieces(block, u.detach(), routing, dy)],
              [*_with_backward("shared", lambda: layer.moe.shared(u), [u, *layer.moe.shared.parameters()], dy, 4 * m.T * m.D * m.N * m.J, 0, 0)],
              [*_with_backward("dense", lambda: layer.dense(u), [u, *layer.dense.parameters()], dy, 6 * m.T * m.D * m.F, 0, 0)],
-             [*_with_backward("sums, norm", lambda: x + layer.moe_out_norm(a + b + c), [x, a, b, c, layer.moe_out_norm.weight], dy, 0, 5 * token, 3 * token)]]
+             [*_with_backward("sums, norm", lambda: x + add_norm(out_norm, a + b, c)[1], [x, a, b, c, out_norm.weight], dy, 0, 10 * token, 3 * token)]]
     wanted = [p for part in parts for p in part if p[0] == "forward"] + [p for part in reversed(parts) for p in part if p[0] == "backward"]
     pieces = [Piece(direction, name, clock(f, device, 3, rep=60), flops, move) for direction, name, f, flops, move in wanted]
     forget(block.leaves)

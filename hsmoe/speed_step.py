@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PEAK_TFLOPS', 'GIB', 'VARIANTS', 'GROUPS', 'RANGES', 'BOUNDS', 'token_flops', 'peak_tflops', 'expected_bytes',
            'say_bytes', 'memory_of', 'check_fits', 'held_by_kind', 'Timed', 'wait_for', 'release', 'bench_state',
-           'time_steps', 'with_overrides', 'variants_of', 'time_variants', 'named_ranges', 'trace_steps', 'named_group',
-           'Profile', 'read_trace', 'PlainLayer', 'PlainModel', 'plain_backward', 'plain_step', 'Plain', 'time_plain',
-           'is_full', 'rate_tflops', 'step_rows']
+           'clock', 'time_steps', 'with_overrides', 'variants_of', 'time_variants', 'named_ranges', 'trace_steps',
+           'named_group', 'Profile', 'read_trace', 'PlainLayer', 'PlainModel', 'plain_backward', 'plain_step', 'Plain',
+           'time_plain', 'is_full', 'rate_tflops', 'step_rows']
 
 # %% ../nbs/87_speed_step.ipynb #83f14b1a
 import contextlib
@@ -53,7 +53,7 @@ def peak_tflops(device) -> "float | None":
     "The published dense bf16 rate of a card; None for those that are not in `PEAK_TFLOPS`, and for a CPU."
     return next((v for name, v in PEAK_TFLOPS.items() if card_name(device).startswith(name)), None)
 
-# %% ../nbs/87_speed_step.ipynb #b4111001
+# %% ../nbs/87_speed_step.ipynb #c4b21c6f
 GIB = 2**30
 
 def _kind_of(p) -> str: return "other weights" if getattr(p, "block_format", None) is None else "weights on a grid"
@@ -75,7 +75,7 @@ def expected_bytes(cfg: Config) -> dict:
         parts["gradients"] += 4 * p.numel()
     kept = 8 * m.d_model + m.top_k * (m.expert_inner + m.d_model) + m.n_shared * m.expert_inner + 2 * m.dense_inner
     parts["activations"] = width * m.n_layers * kept * min(cfg.train.micro_batch_sequences, cfg.train.batch_sequences) * cfg.data.seq_len
-    parts["loss"] = 4 * m.vocab_size * m.d_model + 4 * m.vocab_size * 2048
+    parts["loss"] = 4 * m.vocab_size * m.d_model + width * m.vocab_size * (m.d_model + cfg.mtp.chunk)
     return dict(parts)
 
 def say_bytes(n: float) -> str:
@@ -105,7 +105,7 @@ def held_by_kind(state: TrainState) -> dict:
         parts["masters"] += master.nbytes if (master := state.optimizer.master_of(p)) is not p else 0
     return dict(parts, moments=state.optimizer.state_bytes())
 
-# %% ../nbs/87_speed_step.ipynb #9123797c
+# %% ../nbs/87_speed_step.ipynb #07db80f7
 class Timed(NamedTuple):
     "Steps that were timed: seconds of each, tokens of one, what each reported, bytes at the peak (None on a CPU)."
     seconds: list
@@ -139,17 +139,26 @@ def bench_state(cfg: Config, corpus: Corpus, device) -> TrainState:
     release()                                                             # what initialisation took
     return state
 
+def clock(device) -> tuple[Callable, Callable]:
+    "`(mark, between)`: `mark()` notes the present, `between(a, b)` is the seconds from one note to another; on a GPU from the end of all that it was given before the one to that before the other."
+    if torch.device(device).type == "cpu": return time.perf_counter, lambda a, b: b - a
+    def mark():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return mark, lambda a, b: a.elapsed_time(b) / 1000
+
 def time_steps(state: TrainState, steps: int, warmup: int) -> Timed:
-    "`steps` calls of `train_step` after `warmup` that only count for the peak of memory."
-    seconds, results, device = [], [], state.device
+    "`steps` calls of `train_step` after `warmup` that only count for the peak of memory; nothing waits for the device that does not in a run."
+    marks, results, device = [], [], state.device
+    mark, between = clock(device)
     if device.type == "cuda": torch.cuda.reset_peak_memory_stats(device)
     for i in range(warmup + steps):
-        wait_for(device)
-        start = time.perf_counter()
-        result = train_step(state)
-        wait_for(device)
-        if i >= warmup: seconds, results = [*seconds, time.perf_counter() - start], [*results, result]
-    return Timed(seconds, state.steps.tokens_per_step, results, peak_memory_bytes(device) if device.type == "cuda" else None)
+        if i >= warmup: marks.append(mark())
+        results.append(train_step(state))
+    marks.append(mark())
+    wait_for(device)
+    return Timed([between(a, b) for a, b in zip(marks, marks[1:])], state.steps.tokens_per_step, results[warmup:], peak_memory_bytes(device) if device.type == "cuda" else None)
 
 # %% ../nbs/87_speed_step.ipynb #cdd34374
 _OFF = ["quant.weight_format=null", "quant.activation_format=null", "quant.attention_format=null"]
@@ -182,13 +191,13 @@ def time_variants(cfgs: dict, corpus: Corpus, device, steps: int, warmup: int, n
         note(f"{name:28s} " + (f"not timed: {why_not[name]}" if name in why_not else f"{1000 * times[name][0].median:9.1f} ms a step, {times[name][0].tokens_per_s:10,.0f} tokens/s"))
     return times, why_not
 
-# %% ../nbs/87_speed_step.ipynb #9f7610a1
+# %% ../nbs/87_speed_step.ipynb #1ecf4dd8
 GROUPS = {"quantise": ("_qdq_*", "_StraightThrough*"),                    # group: names of kernels and operations
           "loss": ("*_LiveRowsLoss*", "*_LinearCE*"),
           "optimiser": ("Optimizer.*", "aten::_foreach_norm", "aten::_foreach_mul_"),          # clipping as well
           "gradient sums": ("*::AccumulateGrad",)}
-RANGES = dict(Attention="attention", Router="router", RoutedExperts="experts", SharedExperts="shared", DenseGated="dense", MoE="rows", RMSNorm="norms", Layer="norms",
-              QuantSite="quantise", Embedding="embedding")                # class of a module: group; MoE: rows to experts and back; Layer: residuals
+RANGES = dict(Attention="attention", Router="router", RoutedExperts="experts", SharedExperts="shared", DenseGated="dense", MoE="rows", RMSNorm="norms", Layer="norms", HybridSparseMoEModel="norms",
+              QuantSite="quantise", Embedding="embedding")                # class of a module: group; MoE: rows to experts and back; Layer and model: norms and residuals
 
 @contextlib.contextmanager
 def named_ranges(model: nn.Module):

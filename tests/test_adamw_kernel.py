@@ -1,4 +1,4 @@
-"""The Triton step of the 8-bit AdamW against the reference: on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
+"""The step of the 8-bit AdamW: clipping that is left to it, and the Triton kernel against the reference: on a GPU where there is one, else in Triton's interpreter, in a process of its own."""
 import os
 import re
 import subprocess
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hsmoe.optim import kernels
-from hsmoe.optim.adamw8bit import ADAMW, AdamW8bit
+from hsmoe.optim.adamw8bit import ADAMW, AdamW8bit, MasterOptimizer, clip_grad_norm_
+from hsmoe.optim.blockwise import BlockLayout
+from hsmoe.optim.muon import MuonWithAdamW
 from hsmoe.quant.formats import BlockFormat, qdq
 
 tl = pytest.importorskip("triton.language")
@@ -33,8 +35,8 @@ def test_in_the_interpreter():
 @pytest.fixture(autouse=True)
 def few_long_programs(monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(kernels, "TILES", 8)
-        monkeypatch.setattr(kernels, "ROUNDS", 2)
+        monkeypatch.setattr(kernels, "TILES", 16)
+        monkeypatch.setattr(kernels, "_walk", lambda cols: (2, 2))
     monkeypatch.setattr(ADAMW, "chosen", {})
 
 
@@ -264,7 +266,149 @@ def test_few_launches_for_many_tensors():
     arena = optimizer.inner.arenas[0]
     members = arena.members(range(len(named)), optimizer._computes[0])
     plan = kernels._plan(members, [torch.zeros(64, 64) for _ in named])
-    assert len(plan.launches) == 4 and sum(int(rows[:, 3].sum()) for _, rows in plan.launches) == len(arena.code[0])
+    taken = sorted((row[0], tile) for _, apart, rows in plan.launches for row in rows.tolist() for tile in tiles_of(row, arena.layout[members.masters[row[0]]].unit, apart))
+    assert len(plan.launches) == 4 and taken == [(i, tile) for i in range(500) for tile in range(16)]
+
+
+def clip(named, optimizer, backend, max_norm):
+    "What clips the gradients: at once, or in the step."
+    return clip_grad_norm_([p for _, p in named], max_norm) if backend == "at once" else optimizer.clip_grad_norm_(max_norm)
+
+
+@runs_kernels
+@pytest.mark.parametrize("kw", [dict(), dict(master_dtype=F16, quant_map="linear")], ids=str)
+def test_the_kernel_clips_as_it_reads(kw):
+    "The same bits as from gradients that were multiplied before, and the gradients stay as they are; a norm below the limit changes nothing."
+    weights = [((16, 48), "nvfp4:8x8", BF16), ((16, 32), "nvfp4:1x16", BF16), ((300,), None, F32), ((40,), None, BF16)]
+    named = parameters(weights), parameters(weights)
+    one, two = (AdamW8bit(n, lr=1e-2, min_8bit_size=128, **kw) for n in named)
+    for i, max_norm in enumerate((0.5, 1e6)):
+        for n in named: feed(n, i)
+        raw = [g.clone() for g in gradients(named[1])]
+        norms = clip(named[0], one, "at once", max_norm), clip(named[1], two, "in the step", max_norm)
+        assert torch.equal(*norms) and norms[0] > 1
+        for n, optimizer in zip(named, (one, two)): step(optimizer, "triton")
+        assert all(map(torch.equal, gradients(named[1]), raw))
+        for (name, p), (_, q) in zip(*named):
+            a, b = one.inner.state[one.master_of(p)], two.inner.state[two.master_of(q)]
+            assert torch.equal(p, q) and torch.equal(one.master_of(p), two.master_of(q)), name
+            assert all(torch.equal(x, b[k]) for k, x in a.items() if isinstance(x, torch.Tensor)), name
+
+
+def gradients(named): return [p.grad if p.grad is not None else p.main_grad for _, p in named]
+
+
+MAKE = {"8 bits": lambda n: AdamW8bit(n, lr=1e-2, min_8bit_size=128), "linear": lambda n: AdamW8bit(n, lr=1e-2, min_8bit_size=128, quant_map="linear"),
+        "fp32 moments": lambda n: AdamW8bit(n, lr=1e-2, min_8bit_size=float("inf")), "fp16 masters": lambda n: AdamW8bit(n, lr=1e-2, min_8bit_size=128, master_dtype=F16),
+        "bf16 gradients": lambda n: AdamW8bit(n, lr=1e-2, min_8bit_size=128, fp32_gradients=False), "torch": lambda n: MasterOptimizer(n, torch.optim.AdamW, lr=1e-2),
+        "muon": lambda n: MuonWithAdamW([dict(params=n)], {"a": (16, 64)}, lambda g: AdamW8bit(g, lr=1e-2, min_8bit_size=128))}
+
+
+def give(named, seed, only=None, add=False):
+    "New gradients for all parameters, or for one; with `add`, into those that are there."
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in named:
+        g = torch.randn(p.shape, generator=generator) * 10 ** (torch.rand(p.shape, generator=generator) * -3)
+        if only in (None, name):
+            where = "main_grad" if getattr(p, "fp32_sum", False) else "grad"
+            if add: getattr(p, where).add_(g)
+            else: setattr(p, where, g.to(F32 if where == "main_grad" else p.dtype))
+
+
+def drop(named):
+    for _, p in named: p.grad = p.main_grad = None
+
+
+def reload(optimizer): optimizer.load_state_dict({**optimizer.state_dict()})
+
+
+STORIES = {                                                    # what happens between the first clipping and the last step: n are the parameters, o is the optimiser, c clips, all or those named
+    "one clipping": lambda n, o, c: (c(0.5),),
+    "a norm below the limit": lambda n, o, c: (c(1e6),),
+    "two clippings": lambda n, o, c: (c(2.0), c(0.25)),
+    "a step with the same gradients": lambda n, o, c: (c(0.5), o.step()),
+    "a skipped step": lambda n, o, c: (c(0.5), o.zero_grad(), give(n, 1)),
+    "a skipped step and sums that are kept": lambda n, o, c: (c(0.5), o.zero_grad(set_to_none=False), give(n, 1, add=True)),
+    "gradients dropped by hand": lambda n, o, c: (c(0.5), drop(n), give(n, 1), c(0.7)),
+    "clippings of two parts": lambda n, o, c: (c(0.5, "a"), c(0.3, "bcd")),
+    "one new gradient": lambda n, o, c: (c(0.5), give(n, 1, only="b")),
+    "one new gradient, and a clipping": lambda n, o, c: (c(0.5), give(n, 1, only="c"), c(0.4)),
+    "a checkpoint": lambda n, o, c: (c(0.5), reload(o))}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("story", STORIES)
+def test_clipping_in_the_step_is_clipping_at_once(kind, story):
+    ends = []
+    for in_step in (False, True):
+        named = [*cpu_parameters(), ("c", torch.nn.Parameter(torch.linspace(-1, 1, 300))), ("d", torch.nn.Parameter(torch.ones(5)))]
+        optimizer = MAKE[kind](named)
+        give(named, 0)
+        norms = [x for x in STORIES[story](named, optimizer, lambda c, which="abcd": clip_grad_norm_([p for name, p in named if name in which], c, in_step=in_step)) if x is not None]
+        optimizer.step()
+        ends.append([*norms, *(p.detach() for _, p in named), *(m for _, m in optimizer.named_masters())])
+    assert len(ends[0]) == len(ends[1]) and all(map(torch.equal, *ends))
+
+
+def test_the_optimizer_leaves_its_gradients_alone():
+    named = cpu_parameters()
+    optimizer = MAKE["8 bits"](named)
+    give(named, 0)
+    raw = [p.main_grad.clone() for _, p in named]
+    norm = optimizer.clip_grad_norm_(0.5)
+    assert all(torch.equal(p.main_grad, g) for (_, p), g in zip(named, raw))
+    assert norm > 1 and abs(optimizer.clip_grad_norm_(float("inf")).item() - 0.5) < 1e-5           # a second clipping counts what the first left
+
+
+@pytest.mark.parametrize("kind", [k for k in MAKE if k != "bf16 gradients"])
+def test_gradients_that_grow_after_clipping_are_refused(kind):
+    named = [*cpu_parameters(), ("c", torch.nn.Parameter(torch.ones(300)))]
+    optimizer = MAKE[kind](named)
+    give(named, 0)
+    clip_grad_norm_([p for _, p in named], 0.5, in_step=True)
+    before = [p.detach().clone() for _, p in named]
+    named[0][1].main_grad.add_(1)
+    for what in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(ValueError, match="was changed after clip_grad_norm_ and before step"): what()
+    assert all(torch.equal(p, old) for (_, p), old in zip(named, before))
+    optimizer.zero_grad()
+    give(named, 1)
+    optimizer.step()
+    assert not torch.equal(named[2][1], before[2])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_spoilt_norm_spoils_alike(bad):
+    ends = []
+    for in_step in (False, True):
+        named = cpu_parameters()
+        optimizer = MAKE["8 bits"](named)
+        give(named, 0)
+        named[1][1].main_grad[300] = bad
+        norm = clip_grad_norm_([p for _, p in named], 0.5, in_step=in_step)
+        optimizer.step()
+        assert not norm.isfinite()
+        ends.append([p.detach().float().nan_to_num(7.0) for _, p in named])
+    assert all(map(torch.equal, *ends))
+
+
+def tiles_of(row, unit, apart):
+    "The tiles that the program with this row of the plan works on, in its order."
+    _, tile_row, column, count = row
+    step = kernels.TILES * apart
+    return [tile_row * unit + column + first + i for first in range(0, count, step) for i in range(kernels.TILES) if first + i < count]
+
+
+@pytest.mark.parametrize("tiles, rounds, apart", [(1, 4, 8), (1, 4, 1), (2, 3, 5), (4, 4, 1), (8, 1, 3)])
+@pytest.mark.parametrize("shape, pairs", [((1536, 848), 1), ((2, 848, 96), 1), ((16, 16), 1), ((64, 96), 2), ((24, 1536), 1)])
+def test_every_tile_has_one_program(monkeypatch, shape, pairs, tiles, rounds, apart):
+    monkeypatch.setattr(kernels, "TILES", tiles)
+    layout = BlockLayout(shape, 256, tiled=True)
+    rows, rest = kernels._programs(layout, pairs, 3, rounds, apart)
+    walks = [tiles_of(row, layout.unit, apart) for row in rows.tolist()]
+    assert not rest and sorted(sum(walks, [])) == list(range(layout.n_blocks // pairs))
+    assert all(row[0] == 3 and row[2] < layout.unit for row in rows.tolist()) and max(map(len, walks)) <= tiles * rounds
+    assert all(b[0] - a[0] == tiles for a, b in zip(walks, walks[1:]) if a[0] // (tiles * rounds * apart) == b[0] // (tiles * rounds * apart))      # neighbours begin side by side
 
 
 @needs_gpu

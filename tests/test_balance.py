@@ -8,7 +8,8 @@ import torch
 import test_bench_pages
 from hsmoe.config import load_config, resolve
 from hsmoe.data.corpus import Corpus
-from hsmoe.model.router import N_BINS, Router, bin_edges, margin_bins, quantile_bias
+from hsmoe.model.router import Router, quantile_bias
+from hsmoe.model.routing import N_BINS, ROUTER, bin_edges, count_margins, margin_bins
 from hsmoe.train import loop
 from hsmoe.train.checkpoint import load_state, save_state
 from hsmoe.train.loop import Run, TrainState, datasets, train_step
@@ -48,7 +49,28 @@ def test_bins_cover_the_line_in_order():
     inside = (edges[1:] + edges[:-1]) / 2
     assert torch.equal(margin_bins(inside.float()), torch.arange(N_BINS))
     assert margin_bins(torch.tensor([-1e30, -255.5, 255.5, float("inf"), -float("inf")])).tolist() == [0, 0, N_BINS - 1, N_BINS - 1, 0]
-    assert 0 <= margin_bins(torch.tensor([float("nan")])).item() < N_BINS
+    assert margin_bins(torch.tensor([float("nan"), -float("nan"), float("inf") - float("inf")])).tolist() == [N_BINS - 1] * 3
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_every_token_counts_once_for_each_expert_whatever_its_logits(top_k):
+    nan, inf, n = float("nan"), float("inf"), N_BINS // 2
+    def counted(*row, balance=None, mask=None):
+        margins = torch.zeros(4, N_BINS, dtype=torch.int64)
+        count_margins(torch.tensor([row]), balance, mask, top_k, margins)
+        assert margins.sum(1).tolist() == [1 if mask is None else int(mask)] * 4
+        return margins.argmax(1).tolist()
+    assert counted(1.0, 1, 1, 1) == [n] * 4
+    assert counted(nan, nan, nan, nan) == [N_BINS - 1] * 4                                # NaN comes first, as in the choice
+    assert counted(nan, 1.0, 1, 1) == [N_BINS - 1, n, n, n]
+    assert counted(-inf, -inf, -inf, -inf) == [N_BINS - 1] * 4                            # -inf - -inf is NaN
+    assert counted(inf, 0.0, 0, 0) == [N_BINS - 1, n, n, n]
+    assert counted(inf, inf, inf, inf) == [N_BINS - 1] * 4
+    assert counted(0.0, 0, 0, 0, balance=torch.tensor([inf, inf, inf, inf])) == [0] * 4
+    assert counted(0.0, 0, 0, 0, balance=torch.tensor([inf, 0, 0, 0])) == [n] * 4
+    counted(3.0, 2, 1, 0, mask=torch.tensor([False]))
+    with pytest.raises(ValueError, match="margins are counted below 4, the number of experts, not for top_k 4"):
+        count_margins(torch.zeros(2, 4), None, None, 4, torch.zeros(4, N_BINS, dtype=torch.int64))
 
 
 def test_margins_beyond_the_bins_keep_the_order_of_the_experts():
@@ -213,16 +235,20 @@ def test_the_bench_page_says_what_its_trials_say(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_counts_the_same_without_waiting():
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_gpu_counts_the_same_without_waiting(backend, monkeypatch):
+    monkeypatch.setattr(ROUTER, "chosen", {})
+    if ROUTER.backends[backend].why_not(torch.device("cuda")): pytest.skip("needs Triton")
+    ROUTER.choose("cuda", backend)
     torch.manual_seed(0)
-    logits, mask = torch.randn(4099, 64), torch.rand(4099) < 0.9
+    x, mask = torch.randn(4099, 16), torch.rand(4099) < 0.9
     host = Router(16, 64, 4, balance="quantile"); host.balance_bias.normal_()
     device = copy.deepcopy(host).cuda()
-    logits_gpu, mask_gpu, load = logits.cuda(), mask.cuda(), torch.zeros(64, dtype=torch.int64, device="cuda")
+    x_gpu, mask_gpu, load = x.cuda(), mask.cuda(), torch.zeros(64, dtype=torch.int64, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
-    try: device.observe(logits_gpu, mask_gpu)
+    try: logits = device(x_gpu, mask_gpu).logits_TE
     finally: torch.cuda.set_sync_debug_mode("default")
-    host.observe(logits, mask)
-    assert torch.equal(device.margins_EQ.cpu(), host.margins_EQ)
+    count_margins(logits.cpu(), host.balance_bias, mask, 4, host.margins_EQ)
+    assert torch.equal(device.margins_EQ.cpu(), host.margins_EQ) and host.margins_EQ.sum() == 64 * mask.sum()
     host.end_step(load.cpu()); device.end_step(load)
     assert torch.allclose(device.balance_bias.cpu(), host.balance_bias, rtol=0, atol=1e-6)

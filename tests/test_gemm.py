@@ -90,7 +90,7 @@ FORMATS = ["nvfp4:1x16", "mxfp8_e4m3:1x32", "nvfp4:1x32"]
 def test_quantised_results_bit_for_bit(name):
     "Products of coarse numbers are exact in any order, so results with a quantiser must be what qdq makes of those without; blocks that end past the width are padded with zeros"
     fmt = BlockFormat.parse(name)
-    for dtype in (F32, BF16, F16) if DEVICE == "cuda" else (BF16,) if name != "nvfp4:1x32" else (F32,):
+    for dtype in (F32, BF16, F16) if DEVICE == "cuda" and name == FORMATS[0] else (BF16,) if name != "nvfp4:1x32" else (F32,):
         s = sample(*(17, 24, 40, 3, 2) if DEVICE == "cpu" else (800, 88, 200, 5, 2), dtype, DEVICE, coarse=True, padding=2)
         n = s.offsets_E[-1]
         s.b_in_EN[0, 3], s.b_out_ED[0, 5] = torch.nan, 3e4                                   # a block that is spoilt, and one that is large

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from hsmoe.mtp import kernels
-from hsmoe.mtp.kernels import LOSS, _by_exponentials, _by_softmax, _hopper_product, _launch, _scale_in_place, _served, _triton_softmax_, chunks_linear_ce, differing, linear_ce, reference_linear_ce, triton_linear_ce, why_not_hopper
+from hsmoe.mtp.kernels import LOSS, _by_exponentials, _launch, _scale_in_place, chunks_linear_ce, differing, hopper_linear_ce, linear_ce, reference_linear_ce, triton_linear_ce, why_not_hopper
 from hsmoe.mtp.loss import adamtp_loss, next_token_nll
 from on_device import BF16, DEVICE, F32, F64, INTERPRETED, interpret, new_seed, plain, runs_kernels, starts_interpreter
 
@@ -21,7 +21,7 @@ def emulated(x, u, shift, e, parts):
 
 BACKENDS = {"triton": triton_linear_ce, "exponentials": _by_exponentials(emulated, 128)}
 if DEVICE == "cuda": BACKENDS |= {"chunks": chunks_linear_ce}
-if HOPPER: BACKENDS |= {f"hopper {t}": _by_exponentials(*_hopper_product(t), _served) for t in kernels._TILES}
+if HOPPER: BACKENDS |= {"hopper": hopper_linear_ce}
 each = pytest.mark.parametrize("name", BACKENDS)
 
 
@@ -72,8 +72,10 @@ def test_against_float64(name, M, D, V, chunk):
         assert nll.dtype == F32 and dx.dtype == dtype and du.dtype == F32
         logits = (args[0].double() @ args[1].double().T).abs().amax(1)
         narrow = dtype == BF16 and not name.startswith(("exp", "hopper"))        # these keep logits in fp32
-        assert ((nll - want[0]).abs() <= (2**-8 if narrow else 4e-6) * (1 + logits)).all() and (nll >= (-2**-6 if narrow else 0)).all()
-        for a, b in zip((dx, du), want[1:]): assert off(a, b) <= (0.05 if narrow and M == 1 else 0.012 if dtype == BF16 else 2e-5) or b.norm() < 1e-6 and a.norm() < 1e-3
+        assert ((nll - want[0]).abs() <= (2**-8 if narrow else 4e-6) * (1 + logits)).all() and (nll >= 0).all()
+        for a, b, other in zip((dx, du), want[1:], args[1::-1]):          # a label that is almost certain leaves the difference of almost equal numbers
+            close = 0.05 if narrow and M == 1 else 0.012 if dtype == BF16 else 2e-5
+            assert (a.double() - b).norm() <= close * b.norm() + (1e-3 if narrow else 1e-6) * args[3].norm() * other.double().norm()
         if M > 2: assert not dx[2].any()         # weight 0
 
 
@@ -99,13 +101,6 @@ def test_chunks_do_not_matter_and_runs_repeat(name):
 
 
 @runs_kernels
-def test_two_passes_are_one():
-    args = problem(11, 16, 300)
-    twice = _by_softmax(lambda *a: _triton_softmax_(*a, passes=((True, False), (False, True))))
-    for a, b in zip(twice(*args, 8, BOTH), taken("triton", *args, 8, BOTH)): assert torch.equal(a, b)
-
-
-@runs_kernels
 def test_a_loss_is_never_negative():
     def low(x, u, shift, e, parts): emulated(x, u, shift + 1e-3, e, parts)
     x, U, y, w = problem(8, 16, 2)
@@ -122,7 +117,7 @@ def test_nan_and_infinity_stay_in_their_rows(name):
     bad = x.clone(); bad[3, 5] = torch.nan; bad[6, 0] = torch.inf
     nll, dx, du = taken(name, bad, U, y, w, 4, BOTH)
     fine = torch.ones(9, dtype=torch.bool, device=DEVICE); fine[[3, 6]] = False
-    assert nll[~fine].isnan().all() and dx[~fine].isnan().any(1).all() and du.isnan().any()
+    assert not nll[~fine].isfinite().any() and dx[~fine].isnan().any(1).all() and du.isnan().any()
     for a, b in ((nll[fine], clean[0][fine]), (dx[fine], clean[1][fine])): assert off(a, b) < 5e-3
 
 
@@ -158,7 +153,7 @@ def test_scaling_in_place(dtype):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", [n for n in BACKENDS if n in ("triton", "exponentials", "hopper 128x128")])
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n in ("triton", "exponentials", "hopper")])
 def test_behind_autograd(name, monkeypatch):
     LOSS.add("tried", BACKENDS[name])
     try:
@@ -179,7 +174,7 @@ def test_behind_autograd(name, monkeypatch):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", [n for n in BACKENDS if n in ("triton", "exponentials", "hopper 128x128")])
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n in ("triton", "exponentials", "hopper")])
 def test_multi_token_loss(name):
     B, S, D, V, K = 2, 6, 16, 96, 4
     args = [(c * torch.randn(*s, device=DEVICE)).to(BF16).requires_grad_() for c, s in ((1.0, (B, S, D)), (0.5, (V, D)), (0.1, (K - 1, D, D)))]

@@ -4,7 +4,10 @@ import json, os, random, signal, subprocess, sys, time
 import pytest
 import torch
 
-from hsmoe.train.checkpoint import latest_checkpoint, load_state, split_state
+from hsmoe.config import load_config, resolve
+from hsmoe.data.corpus import Corpus
+from hsmoe.train.checkpoint import latest_checkpoint, load_state, save_state, split_state
+from hsmoe.train.loop import TrainState, datasets, train_step
 from hsmoe.train.telemetry import read_metrics
 
 from conftest import ROOT
@@ -27,7 +30,7 @@ def losses(run_dir):
     return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run_dir) if "loss" in r]
 
 
-@pytest.mark.parametrize("extra", [["optim.states=dynamic", "router.straight_through=default_moe"], ["optim.states=fp32", "quant.activation_format=nvfp4+ts-14"]])
+@pytest.mark.parametrize("extra", [["optim.states=dynamic", "router.straight_through=default_moe"], ["optim.states=fp32", "quant.activation_format=nvfp4+ts-14", "train.deterministic=true"]])
 def test_kill_and_resume_is_bitwise(tmp_path, small_corpus, small_overrides, extra):
     overrides = small_overrides + [f"train.length={STEPS} steps", *extra]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -60,3 +63,22 @@ def test_terminate_writes_a_checkpoint_and_says_how_to_go_on(tmp_path, small_cor
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "a checkpoint is written" in out and "resume" in out, out
     assert latest_checkpoint(run_dir / "checkpoints") is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_resumed_gpu_run_is_the_same_to_the_last_bit(tmp_path, small_corpus, small_overrides, deterministic):
+    "With dropout, bf16 and every kernel; without `train.deterministic` this holds for all but PyTorch's own operations, of which this model has none that differ"
+    cfg = load_config("tiny", small_overrides + ["train.device=cuda", "train.dtype=bfloat16", "model.dropout=0.1", "train.length=12 steps", f"train.deterministic={str(deterministic).lower()}"])
+    corpus = Corpus.open(small_corpus)
+    new = lambda: TrainState(cfg, resolve(cfg), datasets(cfg, corpus)[0], torch.device("cuda"))
+    def end(state, steps): return [(r.loss, r.grad_norm) for r in (train_step(state) for _ in range(steps))], {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    whole = new()
+    first, _ = end(whole, 5)
+    save_state(tmp_path / "step-5", whole.state_dict())
+    rest, weights = end(whole, 7)
+    resumed = new()
+    resumed.load_state_dict(load_state(tmp_path / "step-5"))
+    again, weights_again = end(resumed, 7)
+    assert again == rest and all(torch.equal(w, weights_again[n]) for n, w in weights.items())
+    assert end(new(), 5)[0] == first

@@ -7,7 +7,7 @@ import torch
 from hsmoe.backends import BackendError
 from hsmoe.model import routing
 from hsmoe.model.router import Router, check_routing
-from hsmoe.model.routing import ROUTER, reference_route, triton_route
+from hsmoe.model.routing import N_BINS, ROUTER, count_margins, margin_bins, reference_route, triton_route
 from hsmoe.quant.formats import scale_for
 from on_device import BF16, F32, INTERPRETED, interpret, needs_gpu, runs_kernels, starts_interpreter
 
@@ -47,10 +47,22 @@ def close(got, want, scale, what):
     assert error <= scale * size, f"{what}: error {error:.2e}, {error / size:.1e} of the largest value"
 
 
+def empty_margins(E): return torch.zeros(E, N_BINS, dtype=torch.int64, device=DEVICE)
+
+
+def same_margins(margins, logits, balance, mask, top_k):
+    "What was counted is what the reference counts, bit for bit: the logits are those that were looked at"
+    want = empty_margins(len(margins))
+    count_margins(logits, balance, mask, top_k, want)
+    assert torch.equal(margins, want) and (margins.sum(1) == (len(logits) if mask is None else mask.sum())).all()
+
+
 def compare(args, everything=True, **kw):
     "One call of the kernels, each of its steps measured by float64"
     x, w, bias, balance, mask = args
-    out = triton_route(*args, **kw)
+    margins = empty_margins(len(w)) if kw["top_k"] < len(w) else None
+    out = triton_route(*args, margins_EQ=margins, **kw)
+    if margins is not None: same_margins(margins, out.logits_TE, balance, mask, kw["top_k"])
     x64, w64 = x.detach().double(), w.detach().double()
     logits = x64 @ w64.T + (0 if bias is None else bias.detach().double())
     error, fp32 = (out.logits_TE - logits).abs().max().item(), (torch.nn.functional.linear(x.detach().float(), w, bias) - logits).abs().max().item()
@@ -145,6 +157,58 @@ def test_tokens_that_are_not_finite_are_counted_and_stay_alone(value):
 
 
 @runs_kernels
+@pytest.mark.parametrize("E, top_k, masked", [(12, 1, True), (5, 4, False), (20, 3, True)])
+def test_margins_with_ties_and_numbers_that_are_not_finite(E, top_k, masked):
+    "Few different logits; biases that make all logits of an expert, or its scores alone, infinite or NaN"
+    generator = torch.Generator().manual_seed(E)
+    def draw(low, high, *shape): return torch.randint(low, high, shape, generator=generator).float().to(DEVICE)
+    x, w, mask = draw(-2, 3, 70, 24), draw(-1, 2, E, 24) / 8, (draw(0, 3, 70) > 0) if masked else None
+    nan, inf = math.nan, math.inf
+    def some(*values): return torch.tensor(values + (0.0,) * (E - len(values)), device=DEVICE)
+    finite = draw(-2, 3, E) / 8
+    margins, total = empty_margins(E), empty_margins(E)
+    for bias, balance in ((None, None), (None, finite), (finite, some(inf, -inf)), (some(nan), finite), (some(inf, inf), None), (some(-inf, -inf, inf), finite), (None, some(nan, -inf)),
+                          (some(nan, nan, inf), some(inf)), (torch.full((E,), nan, device=DEVICE), None), (torch.full((E,), -inf, device=DEVICE), finite)):
+        for f, m in ((triton_route, margins), (reference_route, total)): f(x, w, bias, balance, mask, top_k=top_k, margins_EQ=m)
+        assert torch.equal(margins, total)                              # all logits are exact; the counts add up, call after call
+    assert margins[:, [N_BINS // 2, N_BINS - 1]].sum(0).amin() > 0
+    everyone = margins.sum(1).unique()
+    assert len(everyone) == 1 and everyone == 10 * (70 if mask is None else mask.sum())
+
+
+@runs_kernels
+def test_margins_by_hand_and_beyond_32_bits():
+    eye, x = torch.eye(4, device=DEVICE), torch.tensor([[2.0, 1, 0, 0], [0, 0, 0, 0], [9, 0, 0, 0]], device=DEVICE)
+    balance, mask = torch.tensor([0.0, 0, 0, 1], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+    margins = torch.full((4, N_BINS), 2**31 - 1, dtype=torch.int64, device=DEVICE)
+    for _ in range(2): triton_route(x, eye, None, balance, mask, top_k=2, margins_EQ=margins)
+    margins -= 2**31 - 1
+    assert margins.nonzero().tolist() == [[0, 2048], [0, 2304], [1, 2048], [2, 1791], [2, 2048], [3, 1791], [3, 2048]]
+    assert margins[1, 2048] == 4 and margins.sum().item() == 16
+    edges = torch.tensor([0.0, 2**-9, 255, 254.999, 1e38, 1, 0.99999994, 2**-149, 3], device=DEVICE)       # as margins of both signs: the last expert, 0, is the second largest or the cut
+    for sign in (1, -1):
+        margins = empty_margins(2)
+        logits = triton_route(torch.stack([sign * edges, torch.zeros_like(edges)], 1), eye[:2, :2], None, None, top_k=1, margins_EQ=margins).logits_TE
+        wide = logits[:, 0] - logits.amin(1)
+        assert torch.equal(margins[0], torch.bincount(margin_bins(wide), minlength=N_BINS))
+    whole = torch.zeros(4, N_BINS, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="router: margins are counted below 4, the number of experts, not for top_k 4"): triton_route(x, eye, None, None, top_k=4, margins_EQ=whole)
+    for bad in (whole.int(), whole[:3], torch.zeros(N_BINS, 4, dtype=torch.int64, device=DEVICE).T):
+        with pytest.raises(ValueError, match="the margins must be a contiguous int64 tensor"): triton_route(x, eye, None, None, top_k=2, margins_EQ=bad)
+    assert not whole.any()
+
+
+@runs_kernels
+@pytest.mark.parametrize("tiles", [1, 128, 300])
+def test_sums_of_tiles(tiles):
+    sums = torch.rand(tiles + 2, 2, device=DEVICE)
+    rows, after = sums[:tiles].double().sum(0), sums[-1].tolist()
+    routing._add_sums[(1,)](sums, tiles, N=128)
+    torch.testing.assert_close(sums[tiles].double(), rows, rtol=1e-6, atol=0)
+    assert sums[-1].tolist() == after
+
+
+@runs_kernels
 def test_weights_of_all_magnitudes():
     "The split of the weight, through the product: the largest, subnormal and spoilt ones; each expert is one weight times one."
     w = torch.tensor([3.4028234663852886e38, -3.39e38, 1 + 2**-23, 2**-100 * (1 + 2**-23), 2**-126, 2**-133, 0.0, -math.pi]).to(DEVICE)
@@ -189,9 +253,9 @@ def test_modes_of_autograd():
 def test_what_the_kernels_do_not_serve_is_the_references():
     x, w, _, balance, mask = (t if t is None else t.detach() for t in tokens(20, 24, 12, F32, False, True, True))
     for a, kw in ((x.double(), {}), (x, dict(fmt="nvfp4:1x24")), (x[:0], {})):
-        m = mask[:len(a)]
-        got, want = (f(a, w if a.dtype == F32 else w.double(), None, balance, m, top_k=3, **kw) for f in (triton_route, reference_route))
-        assert all(torch.equal(p, q) for p, q in zip(got, want))
+        m, margins = mask[:len(a)], [empty_margins(12) for _ in range(2)]
+        got, want = (f(a, w if a.dtype == F32 else w.double(), None, balance, m, top_k=3, margins_EQ=margins[i], **kw) for i, f in enumerate((triton_route, reference_route)))
+        assert all(torch.equal(p, q) for p, q in zip((*got, margins[0]), (*want, margins[1]))) and margins[0].sum() == 12 * m.sum()
     assert triton_route(x, torch.randn(600, 24, device=DEVICE), None, None, top_k=2).load_E.sum() == 40
 
 
@@ -200,6 +264,12 @@ def test_the_check_of_the_operation_finds_a_fault():
     assert routing._check(triton_route, DEVICE) is None
     def wrong(x, w, b, balance, mask, **kw): return triton_route(x, w, b, None, mask, **kw)         # forgets the balancing bias
     def biased(*args, **kw): return triton_route(*args, **dict(kw, straight_through="ste"))
+    def lazy(*args, **kw): return triton_route(*args, **dict(kw, margins_EQ=None))
+    def unmasked(*args, margins_EQ, **kw):
+        out = triton_route(*args, **kw)
+        count_margins(out.logits_TE, args[3], None, kw["top_k"], margins_EQ)
+        return out
+    assert all("margins" in routing._check(f, DEVICE) for f in (lazy, unmasked))
     assert "expert_TC" in routing._check(wrong, DEVICE) and "dx" in routing._check(biased, DEVICE)
 
 
@@ -208,6 +278,16 @@ def test_the_check_of_the_operation_finds_a_fault():
 def test_the_size_of_the_model(dtype):
     compare(tokens(24_576, 1536, 64, dtype, True, True, True), top_k=4, fmt=NVFP4)
     compare(tokens(24_576, 1536, 128, dtype, False, True, False), top_k=8)
+
+
+@needs_gpu
+def test_margins_that_all_meet_in_one_bin():
+    w = torch.randn(64, 1536, device=DEVICE)
+    for x in (torch.zeros(24_576, 1536, dtype=BF16, device=DEVICE), torch.randn(1, 1536, device=DEVICE).to(BF16).expand(24_576, -1)):
+        margins = empty_margins(64)
+        out = triton_route(x, w, None, None, top_k=4, margins_EQ=margins)
+        same_margins(margins, out.logits_TE, None, None, 4)
+        assert margins.amax(1).tolist() == [24_576] * 64
 
 
 @needs_gpu
@@ -220,7 +300,7 @@ def test_a_million_tokens_and_two_runs():
 
 @needs_gpu
 def test_a_cuda_graph_replays_the_layer():
-    router = Router(96, 12, 3, bias_init=0.0).cuda()
+    router = Router(96, 12, 3, bias_init=0.0, balance="quantile").cuda()
     router.router_logits.set_format(NVFP4)
     x, mask = torch.randn(200, 96, device="cuda", dtype=BF16, requires_grad=True), torch.ones(200, dtype=torch.bool, device="cuda")
     ROUTER.choose("cuda", "triton")
@@ -236,8 +316,11 @@ def test_a_cuda_graph_replays_the_layer():
     with torch.cuda.graph(graph): recorded = step()
     with torch.no_grad():
         x.copy_(torch.randn_like(x)); mask.copy_(torch.rand(200, device="cuda") < 0.7); router.balance_bias.normal_()
+    router.begin_step()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(recorded, step()))
+    counted = router.margins_EQ.clone()
+    router.begin_step()
+    assert all(torch.equal(a, b) for a, b in zip(recorded, step())) and torch.equal(counted, router.margins_EQ) and counted.sum() == 12 * mask.sum()
 
 
 def upstream_graph(out): return out.gate_TC.square().sum() + out.probs_TE.square().sum() + out.entropy_sum + 0.1 * out.z_sum
@@ -245,7 +328,7 @@ def upstream_graph(out): return out.gate_TC.square().sum() + out.probs_TE.square
 
 @needs_gpu
 def test_the_forward_waits_for_nothing():
-    router = Router(96, 12, 3).cuda()
+    router = Router(96, 12, 3, balance="quantile").cuda()
     x, mask = torch.randn(200, 96, device="cuda", dtype=BF16, requires_grad=True), torch.ones(200, dtype=torch.bool, device="cuda")
     for backend in ("reference", "triton"):
         ROUTER.choose("cuda", backend)

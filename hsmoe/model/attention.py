@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SOFTMAX_MODES', 'ATTENTION', 'RMSNorm', 'rope_table', 'apply_rope', 'quantized_attention_reference',
            'quantized_attention', 'KVCache', 'reference_attend', 'triton_attend', 'attention_sites',
-           'attention_differs', 'Attention']
+           'attention_differs', 'stacked_linear', 'Attention']
 
-# %% ../../nbs/30_model.attention.ipynb #58958efc
+# %% ../../nbs/30_model.attention.ipynb #61924104
 import math
 from functools import lru_cache, partial
 
@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backends import Operation
 from .flash import AttentionSites, flash_attention, turned, why_declined, why_not_flash
+from .hopper import dense_dw
+from .network import _gradient, _into_sum, linear
 from .pointwise import POINTWISE, _acc
 from ..quant.fake import QuantSite, fake_quant
 from ..quant.formats import BlockFormat
@@ -241,7 +243,7 @@ class KVCache:
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
-# %% ../../nbs/30_model.attention.ipynb #e1fdd032
+# %% ../../nbs/30_model.attention.ipynb #e870a2f3
 def reference_attend(
     y_BS3HK,                # outputs of the projections: queries, keys, values
     rope,                   # (cos, sin), each [S, K/2], or None
@@ -249,8 +251,8 @@ def reference_attend(
     softmax="online",       # or "normalised"
     dropout:float=0.0,      # share of the weights that is dropped
 ):
-    "Positions, rounding, causal attention and the rounding of its output, in plain PyTorch: `[B, S, H·K]`. Source: SPEC M-03, Q-02, Q-03."
-    y = y_BS3HK.permute(2, 0, 3, 1, 4)
+    "Rounding, positions, rounding, causal attention and the rounding of its output, in plain PyTorch: `[B, S, H·K]`. Source: SPEC M-03, Q-02, Q-03."
+    y = (y_BS3HK if sites.qkv_out is None else sites.qkv_out(y_BS3HK.flatten(3)).reshape(y_BS3HK.shape)).permute(2, 0, 3, 1, 4)
     qk, v = y[:2], y[2]
     if rope is not None: qk = apply_rope(qk, *rope)
     o = quantized_attention(sites.q_rope(qk[0]), sites.k_rope(qk[1]), v, sites.probs, softmax, 0, dropout)
@@ -261,7 +263,7 @@ _SDPA = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 def triton_attend(y_BS3HK, rope, sites, softmax="online", dropout=0.0):
     "`reference_attend` by the kernels of `model.flash`, or by SDPA where `probs` is off"
     if why_declined(y_BS3HK, rope, sites, dropout): return reference_attend(y_BS3HK, rope, sites, softmax, dropout)
-    if any(site.observe and site.fmt for site in sites):
+    if any(site.observe and site.fmt for site in sites if site is not None):
         with torch.no_grad():
             for y_1S3HK in y_BS3HK.split(1): reference_attend(y_1S3HK, rope, sites, softmax)
     if sites.probs.fmt is not None: return flash_attention(y_BS3HK, rope, sites, softmax)
@@ -269,11 +271,11 @@ def triton_attend(y_BS3HK, rope, sites, softmax="online", dropout=0.0):
     with sdpa_kernel(list(_SDPA), set_priority=True): o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return fake_quant(o.transpose(1, 2), sites.head_out.fmt).flatten(2)
 
-# %% ../../nbs/30_model.attention.ipynb #d7b1db36
-def attention_sites(q_rope=None, k_rope=None, probs=None, head_out=None) -> AttentionSites:
+# %% ../../nbs/30_model.attention.ipynb #4d7421e4
+def attention_sites(q_rope=None, k_rope=None, probs=None, head_out=None, qkv_out=None) -> AttentionSites:
     "Sites with the given formats; None is off."
-    sites = AttentionSites(*(QuantSite(32) for _ in range(4)))
-    for site, fmt in zip(sites, (q_rope, k_rope, probs, head_out)): site.set_format(fmt)
+    sites = AttentionSites(*(QuantSite(32) for _ in range(5)))
+    for site, fmt in zip(sites, (q_rope, k_rope, probs, head_out, qkv_out)): site.set_format(fmt)
     return sites
 
 def attention_differs(run, device, softmax, sites, shape=(1, 256, 2, 192), sharp=1.0, rope=True, dtype=torch.bfloat16, eps=2e-2):
@@ -292,14 +294,56 @@ def attention_differs(run, device, softmax, sites, shape=(1, 256, 2, 192), sharp
         if got.dtype != dtype or not off <= eps * size + 1e-30: return f"its {name} differs from the reference by {off / max(size, 1e-30):.1%} ({softmax}, {sites.probs.extra_repr()})"
 
 def _check_attend(run, device):
-    e4m3 = "mxfp8_e4m3:1x32+ceil"
-    for softmax, sharp, probs in (("online", 1.0, "ue5m3:1x32+ceil"), ("online", 8.0, "ue5m3:1x32+ceil"), ("normalised", 1.0, "ue5m3:1x32+ceil"), ("online", 1.0, None)):
-        if said := attention_differs(run, device, softmax, attention_sites(e4m3, e4m3, probs), sharp=sharp): return said
+    e4m3, ue5m3 = "mxfp8_e4m3:1x32+ceil", "ue5m3:1x32+ceil"
+    for softmax, sharp, probs, qkv in (("online", 1.0, ue5m3, "nvfp4:1x32"), ("online", 8.0, ue5m3, None), ("normalised", 1.0, ue5m3, None), ("online", 1.0, None, None)):
+        if said := attention_differs(run, device, softmax, attention_sites(e4m3, e4m3, probs, None, qkv), sharp=sharp): return said
 
 ATTENTION = Operation("attention", reference_attend, _check_attend)
 ATTENTION.add("triton", triton_attend, why_not_flash)
 
-# %% ../../nbs/30_model.attention.ipynb #698bed58
+# %% ../../nbs/30_model.attention.ipynb #e200f70a
+def _one_matrix(ts):
+    "fp32 matrices that lie one below the other in one storage as one matrix, or None"
+    first = end = ts[0]
+    for i, t in enumerate(ts):
+        if t is None or t.dtype != torch.float32 or not t.is_contiguous(): return None
+        if i and (t.untyped_storage().data_ptr(), t.storage_offset()) != (end.untyped_storage().data_ptr(), end.storage_offset() + end.numel()): return None
+        end = t
+    return first.as_strided((sum(map(len, ts)), first.shape[1]), (first.shape[1], 1), first.storage_offset())
+
+class _Stacked(torch.autograd.Function):
+    "x [w₁; w₂; …]ᵀ"
+    @staticmethod
+    def forward(ctx, x, *ws):
+        w = torch.cat(ws)
+        ctx.save_for_backward(x, w)
+        ctx.ws = ws
+        return F.linear(x, w)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (x, w), ws, (of_x, *of_w) = ctx.saved_tensors, ctx.ws, ctx.needs_input_grad
+        p, q, sizes = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), [len(w) for w in ws]
+        dx = dy @ w if of_x else None
+        if all(of_w) and all(map(_into_sum, ws)):
+            sums = [getattr(w, "main_grad", None) for w in ws]
+            if all(s is None for s in sums):
+                whole = dense_dw(p, q, torch.empty(w.shape, dtype=torch.float32, device=w.device))
+                for w, s in zip(ws, whole.split(sizes)): w.main_grad = s
+                return dx, *[None] * len(ws)
+            if (whole := _one_matrix(sums)) is not None:
+                dense_dw(p, q, whole, True)
+                return dx, *[None] * len(ws)
+        def gradient(w, p):
+            return _gradient(w, lambda into, add, dtype: dense_dw(p, q, torch.empty(w.shape, dtype=dtype, device=w.device) if into is None else into, add))
+        return dx, *(gradient(w, p) if needed else None for w, p, needed in zip(ws, p.split(sizes, 1), of_w))
+
+def stacked_linear(x, ws) -> torch.Tensor:
+    "x wᵀ of [..., D] and each [N, D] of ws, side by side, by one product; weights with `fp32_sum` get their gradients in fp32, as in `hsmoe.model.network.linear`"
+    return _Stacked.apply(x, *ws) if any(getattr(w, "fp32_sum", False) for w in ws) else F.linear(x, torch.cat(ws))
+
+# %% ../../nbs/30_model.attention.ipynb #a5c5fd79
 class Attention(nn.Module):
     """Causal multi-head attention without biases, with named quantiser sites.
 
@@ -332,10 +376,10 @@ class Attention(nn.Module):
         "Xavier uniform: ±√(6 / (inputs + outputs)), ±0.044 at width 1536."
         for lin in (self.q, self.k, self.v, self.o): nn.init.xavier_uniform_(lin.weight)
 
-    def _project(self, x_BSD):
-        "Queries, keys and values `[B, S, 3, H, K]`: one product for the three projections, blocks of `qkv_out` inside each of them, then QK-Norm."
-        w = torch.cat([self.q.weight, self.k.weight, self.v.weight])
-        y = self.qkv_out(F.linear(x_BSD, w).unflatten(-1, (3, -1))).unflatten(-1, (self.n_heads, self.head_dim))
+    def _project(self, x_BSD, settled):
+        "Queries, keys and values `[B, S, 3, H, K]`; with `settled` rounded at `qkv_out`, blocks inside each of the three, and behind QK-Norm."
+        y = stacked_linear(x_BSD, (self.q.weight, self.k.weight, self.v.weight)).unflatten(-1, (3, self.n_heads, self.head_dim))
+        if settled: y = self.qkv_out(y.flatten(3)).reshape(y.shape)
         if not self.qk_norm: return y
         q, k = (norm(t.transpose(1, 2)).transpose(1, 2) for norm, t in ((self.q_norm, y[:, :, 0]), (self.k_norm, y[:, :, 1])))
         return torch.stack([q, k, y[:, :, 2]], 2)
@@ -354,12 +398,13 @@ class Attention(nn.Module):
         n, start = x_BSD.shape[1], 0 if cache is None else cache.length
         if start + n > self.max_seq_len:
             raise ValueError(f"Attention: position {start + n - 1} asked for, max_seq_len is {self.max_seq_len}")
-        y, rope = self._project(x_BSD), None
+        settled = cache is not None or self.qk_norm                      # else the attention rounds the projections' outputs
+        y, rope = self._project(x_BSD, settled), None
         if self.rope:
-            table = _shared_rope_table(self.max_seq_len, self.head_dim, self.rope_theta, x_BSD.device)
-            rope = tuple(t[start:start + n] for t in table)
-        if cache is not None: return self.o(self._cached(y, rope, cache))
-        sites = AttentionSites(self.q_rope, self.k_rope, self.probs, self.head_out)
-        return self.o(ATTENTION(y, rope, sites, self.softmax, self.dropout if self.training else 0.0))
+            rope = _shared_rope_table(self.max_seq_len, self.head_dim, self.rope_theta, x_BSD.device)
+            if n < self.max_seq_len: rope = tuple(t[start:start + n] for t in rope)
+        if cache is not None: return linear(self._cached(y, rope, cache), self.o.weight)
+        sites = AttentionSites(self.q_rope, self.k_rope, self.probs, self.head_out, None if settled else self.qkv_out)
+        return linear(ATTENTION(y, rope, sites, self.softmax, self.dropout if self.training else 0.0), self.o.weight)
 
     def extra_repr(self): return f"heads={self.n_heads}x{self.head_dim}, rope={self.rope}, softmax={self.softmax!r}, max_seq_len={self.max_seq_len}"

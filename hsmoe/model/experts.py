@@ -137,7 +137,7 @@ class SharedExperts(_PerExpert):
         "Hidden values quantised expert by expert"
         return self.ffn_hidden(h_TF.unflatten(-1, (self.n_experts, -1))).flatten(-2)
 
-# %% ../../nbs/32_model.experts.ipynb #a87714be
+# %% ../../nbs/32_model.experts.ipynb #bd8d1dab
 class DenseGated(nn.Module):
     "down(GELU(gate(x)) · up(x)), the gate's pre-activation quantised (SPEC M-05, Q-01, Q-02)"
     def __init__(self,
@@ -155,10 +155,11 @@ class DenseGated(nn.Module):
         for m in (self.gate, self.up, self.down): nn.init.xavier_uniform_(m.weight)
 
     def forward(self, x) -> torch.Tensor:
-        "[..., D] to [..., D]; the gate's GELU and the product in fp32, rounded once"
-        gate, up, site = linear(x, self.gate.weight), linear(x, self.up.weight), self.dense_gate_pre
-        if site.observe: h = POINTWISE.of(x.device).gated(site(gate), up, None)
-        else: h = POINTWISE.of(x.device).gated(gate, up, _pair(site))
+        "[..., D] to [..., D]; the gate's GELU and the product in fp32, rounded once. x can be given twice, for gate and value"
+        for_gate, for_up = x if isinstance(x, tuple) else (x, x)
+        gate, up, site = linear(for_gate, self.gate.weight), linear(for_up, self.up.weight), self.dense_gate_pre
+        if site.observe: h = POINTWISE.of(gate.device).gated(site(gate), up, None)
+        else: h = POINTWISE.of(gate.device).gated(gate, up, _pair(site))
         return linear(h, self.down.weight)
 
 # %% ../../nbs/32_model.experts.ipynb #2cfa7197
@@ -200,7 +201,7 @@ class OutputMean(FP32Module):
         self.mean_ED += rate[:, None] * (self.sum_ED / self.count_E.clamp(min=1)[:, None] - self.mean_ED).to(self.mean_ED.dtype)
         self.begin_step()
 
-# %% ../../nbs/32_model.experts.ipynb #b7df7212
+# %% ../../nbs/32_model.experts.ipynb #8efa8a49
 class MoE(nn.Module):
     "Σ_chosen g_e E_e(x) + (1/J) Σ_j S_j(x), with its routing (SPEC M-04, M-05)"
     def __init__(self,
@@ -233,17 +234,21 @@ class MoE(nn.Module):
 
     @torch.compiler.disable(reason="its kernels are launched by hand and write gradients to main_grad")
     def forward(self, x_BSD, mask_BS=None) -> tuple[torch.Tensor, Routing]:
-        "[B,S,D] (any leading dimensions) to the same shape and a `Routing` over its T tokens; mask is False where a token does not count"
-        x_TD, E = x_BSD.flatten(0, -2), self.router.n_experts
+        """[B,S,D] (any leading dimensions) to the same shape and a `Routing` over its T tokens; mask is False where a token does not count.
+
+        x can be given three times, for router, routed and shared experts, as `add_norm` gives it: their gradients are then added where x was made."""
+        given = x_BSD if isinstance(x_BSD, tuple) else (x_BSD,) * 3
+        flat = {id(x): x.flatten(0, -2) for x in given}                   # the same tensor only once, so that its gradients are added in the same order
+        (router_TD, x_TD, shared_TD), E = (flat[id(x)] for x in given), self.router.n_experts
         mask_T = None if mask_BS is None else mask_BS.flatten().bool()
-        routing = self.router(x_TD, mask_T)
+        routing = self.router(router_TD, mask_T)
         sent_TC = routing.expert_TC if mask_T is None else routing.expert_TC.masked_fill(~mask_T[:, None], E)
         self.dispatch.align = self.routed.align(x_TD)
         rows = self.dispatch.dispatch(x_TD, sent_TC)
         y_RD = self.routed(*rows, aligned=self.dispatch.align > 1)
-        y_TD = self.dispatch.combine(y_RD, routing.gate_TC, rows) + self.shared(x_TD)
+        y_TD = self.dispatch.combine(y_RD, routing.gate_TC, rows) + self.shared(shared_TD)
         if self.output_mean is not None: y_TD = y_TD + self._unchosen(routing, mask_T, y_RD, rows).to(y_TD.dtype)
-        return y_TD.view_as(x_BSD), routing
+        return y_TD.view_as(given[0]), routing
 
     def _unchosen(self, routing, mask_T, y_RD, rows):
         "Zero, with the gradient of the experts that were not chosen"

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['AttentionSites', 'why_declined', 'why_not_flash', 'flash_attention', 'turned']
 
-# %% ../../nbs/24_model.flash.ipynb #d7ad4cb0
+# %% ../../nbs/24_model.flash.ipynb #6538a1f1
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .elementwise import _INTERPRETED, _cast, _exp2, _quantised, _rounded
 from ..quant.fake import QuantSite, fake_quant
-from ..quant.kernels import constexpr, kernel, kernel_format, launching, tl, triton, why_not
+from ..quant.kernels import _amax, _steps, _to_grid, constexpr, kernel, kernel_format, launching, tl, triton, why_not
 
 # %% ../../nbs/24_model.flash.ipynb #e2daccba
 @kernel
@@ -280,46 +281,148 @@ def _dkv(q, k, v, do, top, total, delta, dx, S, H, sx, so, sd, scale, root, OF: 
         d1, d2 = _key_step(k1, k2, v1, v2, q, do, top + at, total + at, delta + at, first, key, sx, so, d1, d2, S, scale, OF, SHARE, CUT, C, False, FULL, K, K1, K2, BM)
     _write(_base(dx, sd, S, H, K), d1 * root, d2 * root, key, sd, S, None, 1, K, K1, K2, BN)
 
-# %% ../../nbs/24_model.flash.ipynb #6d3c7dfe
+# %% ../../nbs/24_model.flash.ipynb #0152f55d
 @kernel
-def _turn(x, y, size, cos, sin, T, S, H, sx, sy, sign, ROPE: constexpr, f: constexpr, C: constexpr, SIZE: constexpr, K: constexpr, KB: constexpr, R: constexpr):
-    # rows of one head: turned by their positions' angles, rounded to the dtype, then to f; and their Euclidean norms
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    head = tl.program_id(1)
-    col = tl.arange(0, KB)
-    inside = (row[:, None] < T) & (col[None, :] < K)
-    x += row[:, None].to(tl.int64) * sx + head * K
-    v = tl.load(x + col[None, :], inside, 0.0).to(tl.float32)
-    if ROPE:
-        half: constexpr = K // 2
-        other = tl.where(col < half, col + half, col - half)
-        u = tl.load(x + other[None, :], inside, 0.0).to(tl.float32)
-        at = (row % S)[:, None] * half + tl.where(col < half, col, other)[None, :]
-        turn = tl.where(col < half, -sign, sign)[None, :]
-        v = v * tl.load(cos + at, inside, 0.0) + turn * (u * tl.load(sin + at, inside, 0.0))
-    if f is not None:
-        v = _quantised(v, f, y.dtype.element_ty, 0.0, False, R, KB, C)
-    v = _rounded(v, y.dtype.element_ty)
-    tl.store(y + row[:, None].to(tl.int64) * sy + head * K + col[None, :], _cast(v, y.dtype.element_ty), inside)
-    if SIZE:
-        tl.store(size + (row // S * H + head) * S + row % S, tl.sqrt(tl.sum(v * v, 1)), row < T)
+def _strip(x, AT: constexpr, W: constexpr, N: constexpr, inside):
+    # columns AT to AT + W of N wide rows in fp32; zeros outside
+    col = AT + tl.arange(0, W)[None, :]
+    if AT + W <= N:
+        return tl.load(x + col, inside, 0.0).to(tl.float32)
+    else:
+        return tl.load(x + col, inside & (col < N), 0.0).to(tl.float32)
 
-# %% ../../nbs/24_model.flash.ipynb #5e9db02a
+@kernel
+def _put(y, v, AT: constexpr, W: constexpr, N: constexpr, inside):
+    col = AT + tl.arange(0, W)[None, :]
+    tl.store(y + col, _cast(v, y.dtype.element_ty), inside & (col < N))
+
+@kernel
+def _blocks(v, f: constexpr, C: constexpr):
+    # rounded to f in blocks of C columns
+    R: constexpr = v.shape[0]
+    W: constexpr = v.shape[1]
+    B: constexpr = C if C < W else W
+    if f is not None:
+        u = tl.reshape(v, [R, W // B, B])
+        step, out = _steps(_amax(u, 2), f)
+        v = tl.reshape(_to_grid(u, step[:, :, None], f) * out[:, :, None], [R, W])
+    return v
+
+@kernel
+def _entered(v, e: constexpr, CE: constexpr, EXACT: constexpr, dtype: constexpr):
+    # outputs of a projection, of dtype, rounded to e; EXACT: all numbers of e are of dtype
+    v = _blocks(v, e, CE)
+    if e is not None and not EXACT:
+        v = _rounded(v, dtype)
+    return v
+
+@kernel
+def _turned_pair(a, b, c, s, f: constexpr, C: constexpr, BACK: constexpr, dtype: constexpr):
+    # parts of both halves of a head: turned, rounded to dtype and then to f
+    if BACK:
+        s = -s
+    return _blocks(_rounded(a * c - b * s, dtype), f, C), _blocks(_rounded(b * c + a * s, dtype), f, C)
+
+@kernel
+def _halves(x, y, cos, sin, inside, e: constexpr, CE: constexpr, EXACT: constexpr, f: constexpr, C: constexpr, BACK: constexpr, K: constexpr, W1: constexpr, W2: constexpr):
+    # turned heads; returns the squares of their norms
+    half: constexpr = K // 2
+    dtype: constexpr = y.dtype.element_ty
+    a1, b1 = _strip(x, 0, W1, half, inside), _strip(x + half, 0, W1, half, inside)
+    a2, b2 = a1, b1
+    if W2 > 0:
+        a2, b2 = _strip(x, W1, W2, half, inside), _strip(x + half, W1, W2, half, inside)
+    a1, b1 = _entered(a1, e, CE, EXACT, dtype), _entered(b1, e, CE, EXACT, dtype)
+    a1, b1 = _turned_pair(a1, b1, _strip(cos, 0, W1, half, inside), _strip(sin, 0, W1, half, inside), f, C, BACK, dtype)
+    _put(y, a1, 0, W1, half, inside)
+    _put(y + half, b1, 0, W1, half, inside)
+    z = tl.sum(a1 * a1 + b1 * b1, 1)
+    if W2 > 0:
+        a2, b2 = _entered(a2, e, CE, EXACT, dtype), _entered(b2, e, CE, EXACT, dtype)
+        a2, b2 = _turned_pair(a2, b2, _strip(cos, W1, W2, half, inside), _strip(sin, W1, W2, half, inside), f, C, BACK, dtype)
+        _put(y, a2, W1, W2, half, inside)
+        _put(y + half, b2, W1, W2, half, inside)
+        z += tl.sum(a2 * a2 + b2 * b2, 1)
+    return z
+
+# %% ../../nbs/24_model.flash.ipynb #65e94b89
+@kernel
+def _whole(x, y, inside, e: constexpr, CE: constexpr, EXACT: constexpr, f: constexpr, C: constexpr, K: constexpr, V1: constexpr, V2: constexpr):
+    # heads that are not turned, rounded to e and then to f; returns the squares of their norms
+    dtype: constexpr = y.dtype.element_ty
+    v1 = _strip(x, 0, V1, K, inside)
+    v2 = v1
+    if V2 > 0:
+        v2 = _strip(x, V1, V2, K, inside)
+    v1 = _blocks(_entered(v1, e, CE, EXACT, dtype), f, C)
+    _put(y, v1, 0, V1, K, inside)
+    z = tl.sum(v1 * v1, 1)
+    if V2 > 0:
+        v2 = _blocks(_entered(v2, e, CE, EXACT, dtype), f, C)
+        _put(y, v2, V1, V2, K, inside)
+        z += tl.sum(v2 * v2, 1)
+    return z
+
+@kernel
+def _head(x, y, cos, sin, inside, ROPE: constexpr, e: constexpr, CE: constexpr, EXACT: constexpr, f: constexpr, C: constexpr, BACK: constexpr,
+          K: constexpr, W1: constexpr, W2: constexpr, V1: constexpr, V2: constexpr):
+    if ROPE:
+        return _halves(x, y, cos, sin, inside, e, CE, EXACT, f, C, BACK, K, W1, W2)
+    else:
+        return _whole(x, y, inside, e, CE, EXACT, f, C, K, V1, V2)
+
+@kernel
+def _turn(x, y, size, cos, sin, T, S, H, sx, sy, ROPE: constexpr, BACK: constexpr, e: constexpr, CE: constexpr, EXACT: constexpr, fq: constexpr, CQ: constexpr,
+          fk: constexpr, CK: constexpr, SAME: constexpr, SIZE: constexpr, K: constexpr, W1: constexpr, W2: constexpr, V1: constexpr, V2: constexpr, N: constexpr):
+    # N heads of tokens; program_id(1) is 0 for queries, 1 for keys, 2 for values. SIZE: norms of queries and keys, too
+    unit = tl.program_id(0) * N + tl.arange(0, N)
+    part = tl.program_id(1)
+    token, head, inside = unit // H, unit % H, unit[:, None] < T * H
+    own = ((part * H + head) * K)[:, None]
+    x += token[:, None].to(tl.int64) * sx + own
+    y += token[:, None].to(tl.int64) * sy + own
+    if part == 2:
+        _whole(x, y, inside, e, CE, EXACT, None, 1, K, V1, V2)
+    else:
+        row = token % S
+        angle = row[:, None] * (K // 2)
+        if SAME:
+            z = _head(x, y, cos + angle, sin + angle, inside, ROPE, e, CE, EXACT, fq, CQ, BACK, K, W1, W2, V1, V2)
+        else:
+            if part == 0:
+                z = _head(x, y, cos + angle, sin + angle, inside, ROPE, e, CE, EXACT, fq, CQ, BACK, K, W1, W2, V1, V2)
+            else:
+                z = _head(x, y, cos + angle, sin + angle, inside, ROPE, e, CE, EXACT, fk, CK, BACK, K, W1, W2, V1, V2)
+        if SIZE:
+            tl.store(size + part * T * H + (token // S * H + head) * S + row, tl.sqrt(z), unit < T * H)
+
+# %% ../../nbs/24_model.flash.ipynb #eba42926
 class AttentionSites(NamedTuple):
-    "The rounding sites of attention behind the projections."
+    "The rounding sites of attention."
     q_rope: QuantSite       # queries as the scores read them
     k_rope: QuantSite       # keys, likewise
     probs: QuantSite        # weights
     head_out: QuantSite     # each head's output
+    qkv_out: "QuantSite | None" = None     # outputs of the projections, before positions; blocks inside each of the three. None: rounded already, if at all
 
 class _Rounding(NamedTuple):
-    "The same as formats: None, or (format, its constants for a kernel, width of a block)"
+    "The same as formats: None, or (format, its constants for a kernel, width of a block); `y` is qkv_out's"
     q: tuple
     k: tuple
     probs: tuple
     head: tuple
+    y: tuple
 
-def _rounding(sites): return _Rounding(*(None if s.fmt is None else (s.fmt, kernel_format(s.fmt), s.fmt.block[1]) for s in sites))
+_format = lru_cache(maxsize=None)(kernel_format)
+
+def _constants(site): return None if site is None or site.fmt is None else (site.fmt, _format(site.fmt), site.fmt.block[1])
+
+def _rounding(y, turns, sites):
+    "y and the formats to round to. qkv_out is left to `_turn` where its blocks cross neither heads nor, if they are turned, halves; else y is rounded here"
+    site, K = sites.qkv_out, y.shape[-1]
+    if site is not None and site.fmt and (site.block_scale is not None or _format(site.fmt) is None or (K // 2 if turns else K) % site.fmt.block[1]):
+        y, site = fake_quant(y.flatten(3), site.fmt, site.block_scale).reshape(y.shape), None
+    return y, _Rounding(*map(_constants, sites[:4]), _constants(site))
 
 def why_declined(y_BS3HK, rope, sites: AttentionSites, dropout: float = 0.0) -> "str | None":
     "Why `flash_attention` does not serve a call, or None. (Sites do not observe here; that is the caller's.)"
@@ -327,10 +430,10 @@ def why_declined(y_BS3HK, rope, sites: AttentionSites, dropout: float = 0.0) -> 
     if dropout: return "it knows no dropout"
     if y_BS3HK.dtype not in ((torch.bfloat16, torch.float32) if triton and _INTERPRETED.value else (torch.bfloat16,)): return f"it computes in bf16, not in {y_BS3HK.dtype}"
     if not y_BS3HK.numel() or K > 192 or rope is not None and K % 2 or B * H > 65_535 or S * 3 * H * K >= 2**31: return f"it does not serve the shape {list(y_BS3HK.shape)}"
-    for name, site in sites._asdict().items():
+    for name, site in zip(sites._fields[:4], sites):
         if site.fmt is None: continue
         if site.block_scale is not None: return f"site {name} is frozen to one scale"
-        if kernel_format(site.fmt) is None or site.fmt.block[0] != 1: return f"site {name} has format {site.fmt.name}"
+        if _format(site.fmt) is None or site.fmt.block[0] != 1: return f"site {name} has format {site.fmt.name}"
     fmt = sites.probs.fmt
     if fmt is not None and ((fmt.element, fmt.scale, fmt.tensor_scale) != ("ue5m3", "e8m0", 1.0) or not 8 <= fmt.block[1] <= 64): return f"site probs has format {fmt.name}"
 
@@ -339,106 +442,115 @@ def why_not_flash(device) -> "str | None":
     if why := why_not(device): return why
     if torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9: return "the tiles of the attention kernels need the shared memory of an NVIDIA GPU of compute capability 9.0 or newer"
 
-# %% ../../nbs/24_model.flash.ipynb #770bc2f3
-_TILES = dict(forward=dict(BM=128, BN=64, num_warps=8, STAGES=2), dq=dict(BM=128, BN=64, num_warps=8, STAGES=2),
-              dk=dict(BM=64, BN=128, num_warps=8, STAGES=2), dv=dict(BM=64, BN=128, num_warps=8, STAGES=2))
+# %% ../../nbs/24_model.flash.ipynb #4888d618
+_TILES = dict(forward=dict(BM=128, BN=64, num_warps=8, STAGES=3), dq=dict(BM=128, BN=32, num_warps=8, STAGES=3),
+              dk=dict(BM=64, BN=128, num_warps=8, STAGES=2), dv=dict(BM=64, BN=128, num_warps=8, STAGES=3))
 _LIMIT = 60.0                                                            # scores in log2 units that need no maximum
 
-def _launch(run, grid, like, *args, **constants):
-    with launching(like.device, "flash_attention"): run[grid](*args, **constants, enable_fp_fusion=False)
+_TURN = dict(N=32, num_warps=4)                                          # heads of tokens in a program of `_turn`
+
+def _launch(run, grid, *args, **constants): run[grid](*args, **constants, enable_fp_fusion=False)
 
 def _cdiv(a, b): return -(-a // b)
 
-def _turned(x_BSHK, y_BSHK, rope, site=None, size=None, sign=1.0):
-    "Writes x, turned and rounded, to y, and the norms of its rows [B, H, S] to `size`; both are parts of [B, S, n, H, K]"
-    B, S, H, K = x_BSHK.shape
-    cos, sin = rope or (x_BSHK, x_BSHK)
-    KB = max(16, 1 << (K - 1).bit_length())
-    _launch(_turn, (_cdiv(B * S, 2048 // KB), H), x_BSHK, x_BSHK, y_BSHK, x_BSHK if size is None else size, cos, sin, B * S, S, H, x_BSHK.stride(1), y_BSHK.stride(1), sign,
-            ROPE=rope is not None, f=site and site[1], C=min(site[2], KB) if site else 1, SIZE=size is not None, K=K, KB=KB, R=2048 // KB, num_warps=4)
+def _pieces(n, C):
+    "`_widths`, or a single one where blocks of C would cross from one to the other"
+    W1, W2 = _widths(n)
+    return (W1, W2) if W1 % C == 0 else (1 << (n - 1).bit_length(), 0)
+
+def _turn_heads(x, y, cos, sin, sites=(None, None, None), size=None, back=False):
+    """Writes the first parts of x, as many as x or y has, to y: turned by cos and sin or, where they are None, not, and rounded to sites (all, queries, keys).
+    x and y are [B, S, n, H, K] without gaps; norms of queries and keys go to `size` [2, B, H, S]"""
+    (B, S, n, H, K), m = x.shape, y.shape[2]
+    (e, CE), *qk = (site[1:] if site else (None, 1) for site in sites)
+    C = max(CE, *(C for _, C in qk))
+    (W1, W2), (V1, V2), turns = _pieces(max(1, K // 2), C), _pieces(K, C), cos is not None
+    _launch(_turn, (_cdiv(B * S * H, _TURN["N"]), min(n, m)), x, y, y if size is None else size, cos if turns else y, sin if turns else y, B * S, S, H, n * H * K, m * H * K,
+            ROPE=turns, BACK=back, e=e, CE=CE, EXACT=e is None or sites[0][0].is_exact_in(y.dtype), fq=qk[0][0], CQ=qk[0][1], fk=qk[1][0], CK=qk[1][1], SAME=qk[0] == qk[1],
+            SIZE=size is not None, K=K, W1=W1, W2=W2, V1=V1, V2=V2, **_TURN)
+
+def _turned_all(y, cos, sin, rounding, size=None):
+    "A copy of y [B, S, 3, H, K] whose queries and keys are turned and rounded"
+    y, qkv, qk = y.contiguous(), y.new_empty(y.shape), (rounding.q, rounding.k)
+    if cos is None or all(site is None or y.shape[-1] // 2 % site[2] == 0 for site in qk): _turn_heads(y, qkv, cos, sin, (rounding.y, *qk), size)
+    else:
+        _turn_heads(y, qkv, cos, sin, (rounding.y, None, None))
+        _turn_heads(qkv, qkv, None, None, (None, *qk), size)
+    return qkv
 
 def _shape(K, S, tile):
     "The constants of a kernel that belong to its shape and tiles"
     K1, K2 = _widths(K)
     return dict(K=K, K1=K1, K2=K2, FULL=S % max(tile["BM"], tile["BN"]) == 0, **tile)
 
-# %% ../../nbs/24_model.flash.ipynb #3b216211
-def _forwards(qkv, size, most, rounding, softmax):
-    "(output, o or o', top, total): see `_Flash`"
+# %% ../../nbs/24_model.flash.ipynb #3d7c1a92
+def _forwards(qkv, rows, rounding, softmax):
+    "(output, o or o'): see `_Flash`. Norms of queries and keys are in rows[:2]; writes top and total to rows[2:]"
     B, S, _, H, K = qkv.shape
-    (q, k, v), tile = qkv.unbind(2), _TILES["forward"]
-    o = torch.empty(B, S, H, K, dtype=qkv.dtype, device=qkv.device)
-    top, total = (torch.empty(B, H, S, dtype=torch.float32, device=qkv.device) for _ in range(2))
+    (q, k, v), (size, size_k, top, total), tile = qkv.unbind(2), rows.unbind(), _TILES["forward"]
+    most, o = size_k.amax(-1), qkv.new_empty(B, S, H, K)
     probs, head, (K1, K2) = rounding.probs, rounding.head, _widths(K)
     fused = head is not None and K1 % head[2] == 0 and K2 % head[2] == 0     # blocks that do not cross the two parts
     out = torch.empty_like(o) if fused or softmax == "normalised" else o
     def run(PASS, MOVES):
-        _launch(_forward, (_cdiv(S, tile["BM"]), B * H), q, q, k, v, o, out, top, total, size, most, S, H, qkv.stride(1), o.stride(1), math.log2(math.e) / math.sqrt(K), _LIMIT,
-                PASS=PASS, CUT=probs[0].rounding == "floor" and PASS != "exact", C=probs[2], g=head[1] if fused and PASS != "exact" else None, GC=head[2] if fused else 1, MOVES=MOVES, **_shape(K, S, tile))
+        _launch(_forward, (_cdiv(S, tile["BM"]), B * H), q, k, v, o, out, top, total, size, most, S, H, 3 * H * K, H * K, math.log2(math.e) / math.sqrt(K), _LIMIT,
+                PASS=PASS, CUT=probs[0].rounding == "floor" and PASS != "exact", C=probs[2], g=head[1] if fused and PASS != "exact" else None,
+                GC=head[2] if fused else 1, MOVES=MOVES, **_shape(K, S, tile))
     for MOVES in (False, True): run("online" if softmax == "online" else "exact", MOVES)
     if softmax == "normalised": run("normalised", False)
-    return (out if fused or head is None else fake_quant(out, head[0])), o, top, total
+    return out if fused or head is None else fake_quant(out, head[0]), o
 
-def _backwards(qkv, o, top, total, do, dq, dk, dv, rounding, softmax):
-    "Writes the gradients of turned q, k and v, parts of [B, S, n, H, K]"
+def _backwards(qkv, o, rows, do, dqk, dv, rounding, softmax):
+    "Writes the gradients of turned queries and keys, the first parts of `dqk`, and of values, the third of `dv`; both are [B, S, n, H, K] without gaps"
     B, S, _, H, K = qkv.shape
-    q, k, v = qkv.unbind(2)
-    delta, g = torch.empty_like(top), torch.empty_like(do) if softmax == "online" else do
+    (q, k, v), (delta, _, top, total) = qkv.unbind(2), rows.unbind()         # δ takes the place of the norms
+    g = torch.empty_like(do) if softmax == "online" else do
     KB, CUT, C = max(16, 1 << (K - 1).bit_length()), rounding.probs[0].rounding == "floor", rounding.probs[2]
-    _launch(_before, (_cdiv(S, 4096 // KB), B * H), q, o, do, g, total, delta, S, H, o.stride(1), DIVIDE=softmax == "online", K=K, KB=KB, BM=4096 // KB, num_warps=4)
+    _launch(_before, (_cdiv(S, 4096 // KB), B * H), o, do, g, total, delta, S, H, H * K, DIVIDE=softmax == "online", K=K, KB=KB, BM=4096 // KB, num_warps=4)
     scale, root = math.log2(math.e) / math.sqrt(K), 1 / math.sqrt(K)
-    args = lambda dx: (q, k, v, g, top, total, delta, dx, S, H, qkv.stride(1), do.stride(1), dx.stride(1), scale)
+    def args(dx, part): return q, k, v, g, top, total, delta, dx[:, :, part], S, H, 3 * H * K, H * K, dx.shape[2] * H * K, scale
     shares = dict(SHARE=softmax == "normalised")
-    _launch(_dq, (_cdiv(S, _TILES["dq"]["BM"]), B * H), q, *args(dq), root, **shares, **_shape(K, S, _TILES["dq"]))
-    _launch(_dkv, (_cdiv(S, _TILES["dk"]["BN"]), B * H), q, *args(dk), root, OF="k", **shares, CUT=False, C=C, **_shape(K, S, _TILES["dk"]))
-    _launch(_dkv, (_cdiv(S, _TILES["dv"]["BN"]), B * H), q, *args(dv), 1.0, OF="v", **shares, CUT=CUT, C=C, **_shape(K, S, _TILES["dv"]))
-
-def _dense(x): return x.contiguous().view(-1).view(x.shape)              # also where a size of one has an odd stride
-
-def _turned_all(y, cos, sin, rounding, size=(None, None)):
-    "A copy of y [B, S, 3, H, K] whose queries and keys are turned and rounded"
-    y, qkv = _dense(y), y.new_empty(y.shape)
-    for part, site in ((0, rounding.q), (1, rounding.k)): _turned(y[:, :, part], qkv[:, :, part], None if cos is None else (cos, sin), site, size[part])
-    qkv[:, :, 2] = y[:, :, 2]
-    return qkv
+    _launch(_dq, (_cdiv(S, _TILES["dq"]["BM"]), B * H), *args(dqk, 0), root, **shares, **_shape(K, S, _TILES["dq"]))
+    _launch(_dkv, (_cdiv(S, _TILES["dk"]["BN"]), B * H), *args(dqk, 1), root, OF="k", **shares, CUT=False, C=C, **_shape(K, S, _TILES["dk"]))
+    _launch(_dkv, (_cdiv(S, _TILES["dv"]["BN"]), B * H), *args(dv, 2), 1.0, OF="v", **shares, CUT=CUT, C=C, **_shape(K, S, _TILES["dv"]))
 
 class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, cos, sin, rounding):
         ctx.save_for_backward(cos, sin)
-        return _turned_all(y, cos, sin, rounding)
+        with launching(y.device, "turned"): return _turned_all(y, cos, sin, rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         cos, sin = ctx.saved_tensors
         if cos is None: return g, None, None, None
-        g, dy = _dense(g), g.new_empty(g.shape)
-        for part in (0, 1): _turned(g[:, :, part], dy[:, :, part], (cos, sin), sign=-1.0)
-        dy[:, :, 2] = g[:, :, 2]
+        g, dy = g.contiguous(), g.new_empty(g.shape)
+        with launching(g.device, "turned"): _turn_heads(g, dy, cos, sin, back=True)
         return dy, None, None, None
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, cos, sin, rounding, softmax):
         B, S, _, H, K = y.shape
-        size = torch.empty(2, B, H, S, dtype=torch.float32, device=y.device)
-        qkv = _turned_all(y, cos, sin, rounding, size)
-        out, o, top, total = _forwards(qkv, size[0], size[1].amax(-1), rounding, softmax)
-        ctx.save_for_backward(qkv, o, top, total, cos, sin)
+        rows = torch.empty(4, B, H, S, dtype=torch.float32, device=y.device)
+        with launching(y.device, "flash_attention"):
+            qkv = _turned_all(y, cos, sin, rounding, rows[:2])
+            out, o = _forwards(qkv, rows, rounding, softmax)
+        ctx.save_for_backward(qkv, o, rows, cos, sin)
         ctx.rounding, ctx.softmax = rounding, softmax
         return out.view(B, S, H * K)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        qkv, o, top, total, cos, sin = ctx.saved_tensors
+        qkv, o, rows, cos, sin = ctx.saved_tensors
         B, S, _, H, K = qkv.shape
         dy = qkv.new_empty(qkv.shape)
         dqk = dy if cos is None else qkv.new_empty(B, S, 2, H, K)
-        _backwards(qkv, o, top, total, _dense(do).view(o.shape), dqk[:, :, 0], dqk[:, :, 1], dy[:, :, 2], ctx.rounding, ctx.softmax)
-        if cos is not None:
-            for part in (0, 1): _turned(dqk[:, :, part], dy[:, :, part], (cos, sin), sign=-1.0)
+        with launching(do.device, "flash_attention"):
+            _backwards(qkv, o, rows, do.contiguous(), dqk, dy, ctx.rounding, ctx.softmax)
+            if cos is not None: _turn_heads(dqk, dy, cos, sin, back=True)
         return dy, None, None, None, None
 
 def flash_attention(
@@ -452,10 +564,12 @@ def flash_attention(
     Scores, sums and rounding in fp32. `ValueError` for what `why_declined` names, `BackendError` without a GPU. Source: SPEC M-03, Q-02, Q-03; Dao et al. 2022, arXiv:2205.14135."""
     if why := why_declined(y_BS3HK, rope, sites) or (None if sites.probs.fmt else "the weights are not rounded"): raise ValueError(f"flash_attention: {why}")
     if softmax not in ("online", "normalised"): raise ValueError(f"flash_attention: softmax is {softmax!r}, allowed are online and normalised")
-    return _Flash.apply(y_BS3HK, *_table(rope), _rounding(sites), softmax)
+    y, rounding = _rounding(y_BS3HK, rope is not None, sites)
+    return _Flash.apply(y, *_table(rope), rounding, softmax)
 
 def turned(y_BS3HK, rope, sites: AttentionSites):
     "The projections' outputs with queries and keys turned and rounded, one pass; differentiable in y, `[B, S, 3, H, K]`. For attention whose weights are not rounded."
-    return _Turned.apply(y_BS3HK, *_table(rope), _rounding(sites))
+    y, rounding = _rounding(y_BS3HK, rope is not None, sites)
+    return _Turned.apply(y, *_table(rope), rounding)
 
 def _table(rope): return (None, None) if rope is None else tuple(t.contiguous() for t in rope)

@@ -26,7 +26,61 @@ def jit(f):
     "`gluon.jit` where Gluon is installed."
     return gluon.jit(f) if gluon else f
 
-# %% ../../nbs/27_model.hopper.ipynb #ae97dfdf
+# %% ../../nbs/27_model.hopper.ipynb #eb89cedb
+@jit
+def _ring(S: constexpr):
+    # barriers for S buffers that are full, S that are empty, and the turns of the two consumers
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    return full, empty, turn
+
+@jit
+def _slot(it, full, empty, S: constexpr, BYTES: constexpr):
+    # the buffer of step `it`, once it is empty
+    at = it % S
+    mbarrier.wait(empty.index(at), it // S & 1 ^ 1)
+    mbarrier.expect(full.index(at), BYTES)
+    return at
+
+@jit
+def _multiply(which: constexpr, parity, it, steps, acc, total, summing, A, B, full, empty, turn, FORM: constexpr, NONE: constexpr, SUMS: constexpr, S: constexpr, BN: constexpr, BK: constexpr):
+    # acc + the product of `steps` buffers from number `it` on; NONE: there may be no steps; SUMS: total + sums of A where `summing`
+    mbarrier.wait(turn.index(which), parity ^ (1 - which))
+    if NONE:
+        if steps == 0:
+            mbarrier.arrive(turn.index(1 - which), count=1)
+    for k in range(steps):
+        mbarrier.wait(full.index(it % S), it // S & 1)
+        if k == steps - 1:
+            mbarrier.arrive(turn.index(1 - which), count=1)
+        if FORM == "NT":
+            acc = warpgroup_mma(A.index(it % S), B.index(it % S).reshape([BN, BK]).permute([1, 0]), acc, is_async=True)
+        elif FORM == "NN":
+            acc = warpgroup_mma(A.index(it % S), B.index(it % S).reshape([BK, BN]), acc, is_async=True)
+        else:
+            acc = warpgroup_mma(A.index(it % S).permute([1, 0]), B.index(it % S), acc, is_async=True)
+        if SUMS:
+            if summing:
+                total += gl.sum(A.index(it % S).load(total.type.layout.parent).to(gl.float32), 0)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+        if k > 0:
+            mbarrier.arrive(empty.index((it - 1) % S), count=1)
+        it += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if NONE:
+        if steps > 0:
+            mbarrier.arrive(empty.index((it - 1) % S), count=1)
+    else:
+        mbarrier.arrive(empty.index((it - 1) % S), count=1)
+    return acc, total, it
+
+# %% ../../nbs/27_model.hopper.ipynb #939da007
 @jit
 def _produce(a_desc, b_desc, tiles, count, pieces, K, A, B, full, empty, ALONG: constexpr, S: constexpr, BM: constexpr, BN: constexpr, BK: constexpr):
     it = 0
@@ -34,9 +88,7 @@ def _produce(a_desc, b_desc, tiles, count, pieces, K, A, B, full, empty, ALONG: 
         row, n0 = tile // pieces, tile % pieces * BN
         expert = gl.load(tiles + 2 * row)
         for k0 in range(0, K, BK):
-            at = it % S
-            mbarrier.wait(empty.index(at), it // S & 1 ^ 1)
-            mbarrier.expect(full.index(at), (BM + BN) * BK * 2)
+            at = _slot(it, full, empty, S, (BM + BN) * BK * 2)
             if ALONG:
                 tma.async_copy_global_to_shared(b_desc, [expert, n0, k0], full.index(at), B.index(at))
             else:
@@ -54,7 +106,7 @@ def _put(v, buffer, desc, row, col):
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, col], buffer)
 
-# %% ../../nbs/27_model.hopper.ipynb #44754c55
+# %% ../../nbs/27_model.hopper.ipynb #945c1304
 @jit
 def _finish(KIND: constexpr, v, col, buffer, out, row, col0, bias, pre, N, scale, fixed, dtype: constexpr, f: constexpr, FIXED: constexpr, C: constexpr, SCALED: constexpr, M: constexpr, W: constexpr):
     # W columns of a tile of up, down or dx
@@ -111,19 +163,7 @@ def _consume(which: constexpr, tiles, count, pieces, N, K, bias, out, pre, dpre,
             tma.async_copy_global_to_shared(pre, [row, col0], ready, Y.index(0))
             tma.async_copy_global_to_shared(pre, [row, col0 + W], ready, Y.index(1))
         acc = warpgroup_mma_init(gl.zeros([BM, BN], gl.float32, layout))
-        mbarrier.wait(turn.index(which), (mine & 1) ^ (1 - which))
-        for k in range(steps):
-            mbarrier.wait(full.index(it % S), it // S & 1)
-            if k == steps - 1:
-                mbarrier.arrive(turn.index(1 - which), count=1)
-            b = B.index(it % S).reshape([BN, BK]).permute([1, 0]) if ALONG else B.index(it % S).reshape([BK, BN])
-            acc = warpgroup_mma(A.index(it % S), b, acc, is_async=True)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-            if k > 0:
-                mbarrier.arrive(empty.index((it - 1) % S), count=1)
-            it += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((it - 1) % S), count=1)
+        acc, _, it = _multiply(which, mine & 1, it, steps, acc, 0, 0, A, B, full, empty, turn, "NT" if ALONG else "NN", False, False, S, BN, BK)
         it += steps                                                      # those of the other's tile
         left, right = _halves(acc, BM, BN)
         col = col0 + gl.arange(0, W, layout=gl.SliceLayout(0, left.type.layout))
@@ -159,15 +199,9 @@ def _rows(a_desc, b_desc, bias, out, pre, dpre, parts, tiles, total, N, K, scale
     B = gl.allocate_shared_memory(dtype, [S] + b_desc.block_shape, b_desc.layout)
     ping = gl.allocate_shared_memory(dtype, [2, BM, BN // 2], out.layout)
     pong = gl.allocate_shared_memory(dtype, [2, BM, BN // 2], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full, empty, turn = _ring(S)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     pieces = (N + BN - 1) // BN
@@ -179,7 +213,7 @@ def _rows(a_desc, b_desc, bias, out, pre, dpre, parts, tiles, total, N, K, scale
         (_consume, (one, tiles, count, pieces, N, K, bias, out, pre, dpre, parts, scale, fixed, A, B, pong, full, empty, turn, ready.index(1), KIND, ALONG, dtype, f, FIXED, C, SCALED, S, BM, BN, BK)),
         (_produce, (a_desc, b_desc, tiles, count, pieces, K, A, B, full, empty, ALONG, S, BM, BN, BK))], [WARPS, 1], [REGISTERS, 40 if WARPS == 4 else 32])
 
-# %% ../../nbs/27_model.hopper.ipynb #5540d8b0
+# %% ../../nbs/27_model.hopper.ipynb #b15b2ef9
 @jit
 def _span(offsets, expert):
     return gl.load(offsets + expert - 1, expert > 0, 0).to(gl.int32), gl.load(offsets + expert).to(gl.int32)
@@ -191,12 +225,24 @@ def _produce_weights(p_desc, q_desc, offsets, count, tiles_m, tiles_n, A, B, ful
         start, end = _span(offsets, tile // (tiles_m * tiles_n))
         m0, n0 = tile % (tiles_m * tiles_n) // tiles_n * BM, tile % tiles_n * BN
         for row in range(start, end, BK):
-            at = it % S
-            mbarrier.wait(empty.index(at), it // S & 1 ^ 1)
-            mbarrier.expect(full.index(at), (BM + BN) * BK * 2)
+            at = _slot(it, full, empty, S, (BM + BN) * BK * 2)
             tma.async_copy_global_to_shared(p_desc, [row, m0], full.index(at), A.index(at))
             tma.async_copy_global_to_shared(q_desc, [row, n0], full.index(at), B.index(at))
             it += 1
+
+@jit
+def _keep(v, out, m0, n0, M, N, scale, steps, ADD: constexpr, SCALED: constexpr, BM: constexpr, W: constexpr):
+    # W columns of a tile, written or added
+    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, v.type.layout))
+    n = n0 + gl.arange(0, W, layout=gl.SliceLayout(0, v.type.layout))
+    at = out + gl.expand_dims(m * N, 1) + gl.expand_dims(n, 0)
+    inside = gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0)
+    if SCALED:
+        v = v * scale
+    if ADD:
+        inside = inside & (steps > 0)
+        v += gl.load(at, inside, 0.0).to(gl.float32)
+    gl.store(at, v.to(out.dtype.element_ty), inside)
 
 @jit
 def _consume_weights(which: constexpr, offsets, count, tiles_m, tiles_n, M, N, out, sums, scale, A, B, full, empty, turn, ADD: constexpr, SUMS: constexpr, SCALED: constexpr, S: constexpr, BM: constexpr, BN: constexpr, BK: constexpr):
@@ -209,41 +255,18 @@ def _consume_weights(which: constexpr, offsets, count, tiles_m, tiles_n, M, N, o
         steps = (end - start + BK - 1) // BK
         if turns % 2 == which:
             acc = warpgroup_mma_init(gl.zeros([BM, BN], gl.float32, layout))
+            by_column: constexpr = gl.BlockedLayout([BK // 2, 2], [1, 32], [gl.num_warps() // 2, 2], [1, 0])
+            total = gl.zeros([BM], gl.float32, gl.SliceLayout(0, by_column))
+            acc, total, it = _multiply(which, turns // 2 & 1, it, steps, acc, total, tile % tiles_n == 0, A, B, full, empty, turn, "TN", True, SUMS, S, BN, BK)
+            m0, n0 = tile % (tiles_m * tiles_n) // tiles_n * BM, tile % tiles_n * BN
             if SUMS:
-                by_column: constexpr = gl.BlockedLayout([BK // 2, 2], [1, 32], [gl.num_warps() // 2, 2], [1, 0])
-                total = gl.zeros([BM], gl.float32, gl.SliceLayout(0, by_column))
-            mbarrier.wait(turn.index(which), (turns // 2 & 1) ^ (1 - which))
-            if steps == 0:
-                mbarrier.arrive(turn.index(1 - which), count=1)
-            for k in range(steps):
-                mbarrier.wait(full.index(it % S), it // S & 1)
-                if k == steps - 1:
-                    mbarrier.arrive(turn.index(1 - which), count=1)
-                acc = warpgroup_mma(A.index(it % S).permute([1, 0]), B.index(it % S), acc, is_async=True)
-                if SUMS:
-                    if tile % tiles_n == 0:
-                        total += gl.sum(A.index(it % S).load(by_column).to(gl.float32), 0)
-                acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-                if k > 0:
-                    mbarrier.arrive(empty.index((it - 1) % S), count=1)
-                it += 1
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            if steps > 0:
-                mbarrier.arrive(empty.index((it - 1) % S), count=1)
-            m = tile % (tiles_m * tiles_n) // tiles_n * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
-            n = tile % tiles_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-            at = out + expert.to(gl.int64) * M * N + gl.expand_dims(m * N, 1) + gl.expand_dims(n, 0)
-            inside = gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0)
-            if SCALED:
-                acc = acc * scale
-            if SUMS:
-                if tile % tiles_n == 0:
-                    column = tile % (tiles_m * tiles_n) // tiles_n * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, by_column))
+                if n0 == 0:
+                    column = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, by_column))
                     gl.store(sums + expert * M + column, total * scale, column < M)
-            if ADD:
-                inside = inside & (steps > 0)
-                acc += gl.load(at, inside, 0.0).to(gl.float32)
-            gl.store(at, acc.to(out.dtype.element_ty), inside)
+            left, right = _halves(acc, BM, BN)
+            into = out + expert.to(gl.int64) * M * N
+            _keep(left, into, m0, n0, M, N, scale, steps, ADD, SCALED, BM, BN // 2)
+            _keep(right, into, m0, n0 + BN // 2, M, N, scale, steps, ADD, SCALED, BM, BN // 2)
         else:
             it += steps
         turns += 1
@@ -254,14 +277,7 @@ def _weights(p_desc, q_desc, out, sums, offsets, E, M, N, scale, ADD: constexpr,
     dtype: constexpr = p_desc.dtype
     A = gl.allocate_shared_memory(dtype, [S, BK, BM], p_desc.layout)
     B = gl.allocate_shared_memory(dtype, [S, BK, BN], q_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    full, empty, turn = _ring(S)
     fence_async_shared()
     tiles_m, tiles_n = (M + BM - 1) // BM, (N + BN - 1) // BN
     count = E * tiles_m * tiles_n

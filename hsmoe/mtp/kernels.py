@@ -6,7 +6,7 @@
 __all__ = ['chunks_linear_ce', 'hopper_linear_ce', 'LOSS', 'reference_linear_ce', 'triton_linear_ce', 'scaled_gradient',
            'linear_ce', 'differing']
 
-# %% ../../nbs/39_mtp.kernels.ipynb #1f0b9a2b
+# %% ../../nbs/39_mtp.kernels.ipynb #305bd5dc
 from functools import lru_cache
 
 import torch
@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from ..backends import Operation
 from ..model.elementwise import _INTERPRETED, _cast, _exp2
-from ..model.hopper import _FEW, _desc, _halves, _processors, _put, _served, dense_dw, gl, jit, why_not_hopper
-from ..model.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from ..model.hopper import _FEW, _desc, _halves, _multiply, _processors, _put, _ring, _served, _slot, dense_dw, gl, jit, why_not_hopper
+from ..model.hopper import fence_async_shared, tma, warpgroup_mma_init
 from ..model.network import _gradient
 from ..quant.kernels import constexpr, kernel, launching, tl, triton, why_not
 
@@ -67,58 +67,35 @@ def reference_linear_ce(x_MD, unembed_VD, label_M, weight_M, chunk, need):
         if need[0]: dx_MD[span] = (g @ U).to(wide).mul_(scale)
     return nll_M[:, 0], dx_MD, du_VD
 
-# %% ../../nbs/39_mtp.kernels.ipynb #2b2be20a
-def _filled(tiles: int, processors: int) -> float:
-    "Share of the processors at work while so many equal tiles are done"
-    return tiles / (-(-tiles // processors) * processors)
-
-@lru_cache
-def _parts(n, D, V, processors) -> int:
-    "In how many parts the sum over V of [n, V] @ [V, D] is cut so that tiles fill whole waves"
-    tiles = -(-n // 128) * -(-D // 256)
-    counts = [p for p in range(1, 9) if V % (8 * p) == 0] or [1]
-    enough = [p for p in counts if _filled(p * tiles, processors) >= 0.95]
-    return enough[0] if enough else max(counts, key=lambda p: (_filled(p * tiles, processors), -p))
-
+# %% ../../nbs/39_mtp.kernels.ipynb #28ef4012
 def _spans(M, chunk) -> list:
     "M rows in as few pieces of at most `chunk` as there can be, equal to within 128 rows"
     step = -(-M // max(1, -(-M // chunk)))
     step = max(1, min(chunk, -(-step // 128) * 128))
     return [slice(a, min(a + step, M)) for a in range(0, M, step)]
 
-def _dx(g_nV, U_VD):
-    "g @ U, summed in fp32, maybe in parts"
-    (n, V), D = g_nV.shape, U_VD.shape[1]
-    p = _parts(n, D, V, _processors(g_nV.device)) if g_nV.is_cuda and g_nV.dtype == torch.bfloat16 else 1
-    if p == 1: return g_nV @ U_VD
-    g_pnv = g_nV.as_strided((p, n, V // p), (V // p, g_nV.stride(0), 1))
-    return torch.bmm(g_pnv, U_VD.view(p, V // p, D), out_dtype=torch.float32).sum(0)
-
-# %% ../../nbs/39_mtp.kernels.ipynb #95e104a9
+# %% ../../nbs/39_mtp.kernels.ipynb #ff80a016
 @kernel
-def _softmax_row(logits, label, weight, nll, lse, stride, n, V, STATS: constexpr, GRADS: constexpr, BLOCK: constexpr, GROUP: constexpr):
-    # STATS: nll and log2 Σ 2^… of a row; GRADS: weight · (softmax − onehot) in place of its logits
+def _softmax_row(logits, label, weight, nll, stride, n, V, GRADS: constexpr, BLOCK: constexpr, GROUP: constexpr):
+    # nll of a row; GRADS: weight · (softmax − onehot) in place of its logits
     col = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64)
     for _ in range(tl.program_id(0), n, tl.num_programs(0)):
         row = logits + at * stride
         y = tl.load(label + at)
-        if STATS:
-            at_label = tl.load(row + y).to(tl.float32) * 1.4426950408889634
-            m = tl.full([BLOCK // GROUP], -1e30, tl.float32)
-            s = tl.zeros([BLOCK // GROUP], tl.float32)
-            for c in range(0, V, BLOCK):
-                v = tl.load(row + c + col, c + col < V, float("-inf"), eviction_policy="evict_last").to(tl.float32) * 1.4426950408889634
-                v = tl.reshape(v, [BLOCK // GROUP, GROUP])
-                higher = tl.maximum(m, tl.max(v, 1))
-                s = s * _exp2(m - higher) + tl.sum(_exp2(v - higher[:, None]), 1)
-                m = higher
-            top = tl.max(m, 0)
-            total = top + tl.log2(tl.sum(s * _exp2(m - top), 0))
-            tl.store(lse + at, total)
-            tl.store(nll + at, (total - at_label) * 0.6931471805599453)
-        else:
-            total = tl.load(lse + at)
+        at_label = tl.load(row + y).to(tl.float32) * 1.4426950408889634
+        m = tl.full([BLOCK // GROUP], -1e30, tl.float32)
+        s = tl.zeros([BLOCK // GROUP], tl.float32)
+        for c in range(0, V, BLOCK):
+            v = tl.load(row + c + col, c + col < V, float("-inf"), eviction_policy="evict_last").to(tl.float32) * 1.4426950408889634
+            v = tl.reshape(v, [BLOCK // GROUP, GROUP])
+            higher = tl.maximum(m, tl.max(v, 1))
+            s = s * _exp2(m - higher) + tl.sum(_exp2(v - higher[:, None]), 1)
+            m = higher
+        top = tl.max(m, 0)
+        total = top + tl.log2(tl.sum(s * _exp2(m - top), 0))
+        bits = total - at_label
+        tl.store(nll + at, tl.where(bits < 0, 0.0, bits) * 0.6931471805599453)
         if GRADS:
             w = tl.load(weight + at).to(tl.float32)
             for c in range(0, V, BLOCK):
@@ -128,28 +105,26 @@ def _softmax_row(logits, label, weight, nll, lse, stride, n, V, STATS: constexpr
                 tl.store(row + c + col, _cast(g, logits.dtype.element_ty), c + col < V, eviction_policy="evict_first")
         at += tl.num_programs(0)
 
-# %% ../../nbs/39_mtp.kernels.ipynb #bec4869e
+# %% ../../nbs/39_mtp.kernels.ipynb #0e9f5b60
 def _launch(run, programs, like, *args, **constants):
     with launching(like.device, "the kernels of mtp.kernels"):
         run[(programs,)](*args, **constants)
 
 _ROW = dict(BLOCK=16384, GROUP=8, num_warps=32)
 
-def _triton_softmax_(logits_nV, label_n, weight_n, nll_n, passes=((True, True),), programs=None):
-    "nll of a chunk and, with weights, its gradients in place of its logits; `passes`: (STATS, GRADS) of each launch; one program a multiprocessor, or `programs`"
+def _triton_softmax_(logits_nV, label_n, weight_n, nll_n):
+    "nll of a chunk and, with weights, its gradients in place of its logits; one program a multiprocessor"
     (n, V), grads = logits_nV.shape, weight_n is not None
-    lse = torch.empty_like(nll_n)
     tile = _ROW | dict(BLOCK=min(_ROW["BLOCK"], 16384 if V % 16 == 0 else 8192, max(128, 1 << (V - 1).bit_length())))       # without vectors a thread holds fewer numbers
     tile["num_warps"] = max(1, min(tile["num_warps"], tile["BLOCK"] // 256))
-    programs = min(n, programs or (_processors(logits_nV.device) if logits_nV.is_cuda else 8))
-    for stats, makes in passes if grads else ((True, False),):
-        _launch(_softmax_row, programs, logits_nV, logits_nV, label_n, weight_n if grads else nll_n, nll_n, lse, logits_nV.stride(0), n, V, STATS=stats, GRADS=makes, **tile)
+    programs = min(n, _processors(logits_nV.device) if logits_nV.is_cuda else 8)
+    _launch(_softmax_row, programs, logits_nV, logits_nV, label_n, weight_n if grads else nll_n, nll_n, logits_nV.stride(0), n, V, GRADS=grads, **tile)
 
 def _softmax(logits_nV, label_n, weight_n):
     "nll and weighted gradients of a chunk"
     l, label_n1 = logits_nV.to(_wide(logits_nV.dtype)), label_n[:, None]
     lse = l.logsumexp(1, keepdim=True)
-    nll = (lse - l.gather(1, label_n1))[:, 0]
+    nll = (lse - l.gather(1, label_n1))[:, 0].clamp(min=0)
     if weight_n is None: return nll, None
     p, onehot = (l - lse).exp(), torch.arange(l.shape[1], device=l.device) == label_n1
     return nll, ((p - onehot.to(p.dtype)) * weight_n[:, None]).to(logits_nV.dtype)
@@ -182,7 +157,7 @@ def _by_softmax(softmax_):
             z, logits = x_MD[span], rows[:span.stop - span.start]
             torch.mm(z, U.t(), out=logits)
             softmax_(logits, label_M[span], weight_M[span] if any(need) else None, nll_M[span])
-            if need[0]: dx_MD[span] = _dx(logits, U)
+            if need[0]: torch.mm(logits, U, out=dx_MD[span])
             if need[1]: dense_dw(logits, z, du_VD, add=span.start > 0)
         return nll_M, dx_MD, du_VD
     return run
@@ -194,16 +169,14 @@ def triton_linear_ce(x_MD, unembed_VD, label_M, weight_M, chunk, need):
     "`reference_linear_ce` by products of cuBLAS and one Triton kernel between them; logits and both gradients of them in x's dtype"
     return (reference_linear_ce if x_MD.dtype == torch.float64 else _by_rows)(x_MD, unembed_VD, label_M, weight_M, chunk, need)
 
-# %% ../../nbs/39_mtp.kernels.ipynb #b3fd27d2
+# %% ../../nbs/39_mtp.kernels.ipynb #da257004
 @jit
 def _produce(x_desc, u_desc, count, rows, K, A, B, full, empty, S: constexpr, BM: constexpr, BN: constexpr, BK: constexpr):
     it = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         row, col0 = tile % rows * BM, tile // rows * BN
         for k0 in range(0, K, BK):
-            at = it % S
-            mbarrier.wait(empty.index(at), it // S & 1 ^ 1)
-            mbarrier.expect(full.index(at), (BM + BN) * BK * 2)
+            at = _slot(it, full, empty, S, (BM + BN) * BK * 2)
             tma.async_copy_global_to_shared(u_desc, [col0, k0], full.index(at), B.index(at))
             tma.async_copy_global_to_shared(x_desc, [row, k0], full.index(at), A.index(at))
             it += 1
@@ -227,18 +200,7 @@ def _consume(which: constexpr, count, rows, M, V, K, shift, parts, out, A, B, Y,
     for tile in range(gl.program_id(0) + which * gl.num_programs(0), count, 2 * gl.num_programs(0)):
         row0, col0 = tile % rows * BM, tile // rows * BN
         acc = warpgroup_mma_init(gl.zeros([BM, BN], gl.float32, layout))
-        mbarrier.wait(turn.index(which), (mine & 1) ^ (1 - which))
-        for k in range(steps):
-            mbarrier.wait(full.index(it % S), it // S & 1)
-            if k == steps - 1:
-                mbarrier.arrive(turn.index(1 - which), count=1)
-            acc = warpgroup_mma(A.index(it % S), B.index(it % S).permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-            if k > 0:
-                mbarrier.arrive(empty.index((it - 1) % S), count=1)
-            it += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((it - 1) % S), count=1)
+        acc, _, it = _multiply(which, mine & 1, it, steps, acc, 0, 0, A, B, full, empty, turn, "NT", False, False, S, BN, BK)
         it += steps                                                      # those of the other's tile
         left, right = _halves(acc, BM, BN)
         row = row0 + gl.arange(0, BM, layout=gl.SliceLayout(1, left.type.layout))
@@ -261,14 +223,7 @@ def _exp_product(x_desc, u_desc, out, shift, parts, M, V, K, MASKED: constexpr, 
     B = gl.allocate_shared_memory(dtype, [S, BN, BK], u_desc.layout)
     ping = gl.allocate_shared_memory(dtype, [2, BM, BN // 2], out.layout)
     pong = gl.allocate_shared_memory(dtype, [2, BM, BN // 2], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    full, empty, turn = _ring(S)
     fence_async_shared()
     rows = (M + BM - 1) // BM
     count = rows * ((V + BN - 1) // BN)
@@ -279,7 +234,7 @@ def _exp_product(x_desc, u_desc, out, shift, parts, M, V, K, MASKED: constexpr, 
         (_consume, (one, count, rows, M, V, K, shift, parts, out, A, B, pong, full, empty, turn, MASKED, S, BM, BN, BK)),
         (_produce, (x_desc, u_desc, count, rows, K, A, B, full, empty, S, BM, BN, BK))], [WARPS, 1], [REGISTERS, 40 if WARPS == 4 else 32])
 
-# %% ../../nbs/39_mtp.kernels.ipynb #863c0b36
+# %% ../../nbs/39_mtp.kernels.ipynb #61267fee
 @kernel
 def _label_logits(x, u, label, at, D, BLOCK: constexpr):
     # in units of log 2
@@ -299,7 +254,7 @@ def _logits(x, u, row, col, n, V, D, BM: constexpr, BN: constexpr, BK: constexpr
         k = d + tl.arange(0, BK)
         a = tl.load(x + row[:, None].to(tl.int64) * D + k[None, :], (row[:, None] < n) & (k[None, :] < D), 0.0)
         b = tl.load(u + col[None, :].to(tl.int64) * D + k[:, None], (col[None, :] < V) & (k[:, None] < D), 0.0)
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if _INTERPRETED else tl.dot(a, b, acc)
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc) if _INTERPRETED else tl.dot(a, b, acc, input_precision="ieee")
     return tl.where(col[None, :] < V, acc * 1.4426950408889634, float("-inf"))
 
 @kernel
@@ -340,18 +295,15 @@ def _settle(x, e, label, weight, at, shift, s, nll, scale, xs, D, stride, GRADS:
             v = tl.load(x + r * D + col, col < D, 0.0).to(tl.float32)
             tl.store(xs + r * D + col, _cast(v * factor, xs.dtype.element_ty), col < D)
 
-# %% ../../nbs/39_mtp.kernels.ipynb #7b2328f2
-_TILES = {"128x128": dict(S=5, BM=128, BN=128, BK=64), "64x256": dict(S=4, BM=64, BN=256, BK=64)}
+# %% ../../nbs/39_mtp.kernels.ipynb #e7dd1fa3
+_TILE = dict(S=5, BM=128, BN=128, BK=64)
 
-def _hopper_product(tile="128x128"):
-    "`product(x_nD, u_VD, shift_n, e_nV, parts)` by `_exp_product`, and the columns of one part"
-    size = _TILES[tile]
-    def product(x_nD, u_VD, shift_n, e_nV, parts):
-        (n, D), V = x_nD.shape, len(u_VD)
-        BM, BN, BK = (size[k] for k in ("BM", "BN", "BK"))
-        with torch.cuda.device(x_nD.device):
-            _exp_product[(_processors(x_nD.device),)](_desc(x_nD, BM, BK), _desc(u_VD, BN, BK), _desc(e_nV, BM, BN // 2), shift_n, parts, n, V, D, MASKED=V % BN != 0, **size, **_FEW)
-    return product, size["BN"]
+def _hopper_product(x_nD, u_VD, shift_n, e_nV, parts):
+    "e = 2^(x uᵀ log₂e − shift) and its sums over each 128 columns, by `_exp_product`"
+    (n, D), V = x_nD.shape, len(u_VD)
+    BM, BN, BK = (_TILE[k] for k in ("BM", "BN", "BK"))
+    with torch.cuda.device(x_nD.device):
+        _exp_product[(_processors(x_nD.device),)](_desc(x_nD, BM, BK), _desc(u_VD, BN, BK), _desc(e_nV, BM, BN // 2), shift_n, parts, n, V, D, MASKED=V % BN != 0, **_TILE, **_FEW)
 
 _SUMS = dict(LIMIT=2.0**60, BM=64, BN=128, BK=64, BT=64, num_warps=4)
 
@@ -377,12 +329,12 @@ def _by_exponentials(product, width, served=lambda x, u: True):
             _launch(_row_sums, -(-n // 64), z, z, U, e, parts, shift, sums, n, V, D, e.stride(0), tiles, **_SUMS)
             of_rows = label_M[span], weight_M[span] if grads else at, at, shift, sums, nll_M[span], scale, xs
             _launch(_settle, n, z, z, e, *of_rows, D, e.stride(0), GRADS=grads, BLOCK=D2, num_warps=4)
-            if need[0]: torch.mul(_dx(e, U), scale[:n, None], out=dx_MD[span])
+            if need[0]: torch.mul(e @ U, scale[:n, None], out=dx_MD[span])
             if need[1]: dense_dw(e, xs[:n], du_VD, add=span.start > 0)
         return nll_M, dx_MD, du_VD
     return run
 
-hopper_linear_ce = _by_exponentials(*_hopper_product(), _served)
+hopper_linear_ce = _by_exponentials(_hopper_product, _TILE["BN"], _served)
 
 # %% ../../nbs/39_mtp.kernels.ipynb #e3dc75d9
 @kernel

@@ -16,7 +16,7 @@ from ..quant.fake import write_compute_
 from ..quant.formats import BlockFormat
 from ..quant.kernels import qdq, why_not
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #5db704ed
+# %% ../../nbs/60_optim.adamw8bit.ipynb #cda27e82
 def grads_of(params) -> list:
     "The gradients an optimiser should use: the fp32 sum in `main_grad` where one is kept, else `grad`; None where there is neither."
     return [p.grad if (main := getattr(p, "main_grad", None)) is None else main for p in params]
@@ -28,17 +28,46 @@ def _into_main_grad(p):
     else: p.main_grad.add_(p.grad)
     p.grad = None
 
+def _left(grads) -> list:
+    "(gradient, factor) for the gradients that are still to be multiplied by the factor of a clipping."
+    left = [(g, *note) for g in grads if g is not None and (note := getattr(g, "clip_note", None)) is not None]
+    for g, _, version in left:
+        if g._version != version: raise ValueError(f"a gradient of shape {tuple(g.shape)} was changed after clip_grad_norm_ and before step: clip after the last backward, or call zero_grad first")
+    return [(g, factor) for g, factor, _ in left]
+
 @torch.no_grad()
-def clip_grad_norm_(params, max_norm: float) -> torch.Tensor:
+def _scale_now(grads):
+    "Multiplies what clipping left."
+    alike = {}
+    for g, factor in _left(grads): alike.setdefault(id(factor), (factor, []))[1].append(g)
+    for factor, group in alike.values():
+        torch._foreach_mul_(group, factor)
+        for g in group: del g.clip_note
+
+def _factor_of(grads):
+    "One float32 scalar tensor that all these gradients are still to be multiplied by, or None; where they have several, they are multiplied here."
+    left = _left(grads)
+    if not left: return None
+    if len(left) == sum(g is not None for g in grads) and all(factor is left[0][1] for _, factor in left): return left[0][1]
+    _scale_now(grads)
+
+@torch.no_grad()
+def clip_grad_norm_(params, max_norm: float, in_step: bool = False) -> torch.Tensor:
     """Scales gradients in place so that their common L2 norm is at most `max_norm`; returns the norm before (SPEC O-02).
 
     `params`: parameters (`main_grad` is honoured), those without gradient are skipped. A gradient with a NaN or an infinity gives a
-    non-finite norm and spoils all gradients, as in torch: look at the returned norm before `step`."""
+    non-finite norm and spoils all gradients, as in torch: look at the returned norm before `step`.
+    `in_step=True` leaves float32 gradients as they are, and `MasterOptimizer.step` multiplies them, with the same result. A second clipping counts them as scaled;
+    `step` and a second clipping raise `ValueError` if they were changed in between, as by another backward."""
     grads = [g for g in grads_of(params) if g is not None]
     if not grads: return torch.zeros(())
+    _scale_now(grads)
     exact = torch.float32 if any(g.dtype in (torch.bfloat16, torch.float16) for g in grads) else None     # sums of bf16 squares need more digits than bf16
     norm = torch.linalg.vector_norm(torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, 2, dtype=exact)]))
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if not in_step or any(g.dtype != torch.float32 for g in grads): torch._foreach_mul_(grads, factor)
+    else:
+        for g in grads: g.clip_note = factor, g._version
     return norm
 
 # %% ../../nbs/60_optim.adamw8bit.ipynb #e5b1b5b7
@@ -120,13 +149,14 @@ def _write_all(moved):
         else:
             for (p, _), w in zip(pairs, qdq(torch.stack([master for _, master in pairs]).float(), fmt)): p.copy_(w)
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #47ece540
+# %% ../../nbs/60_optim.adamw8bit.ipynb #7aa15d91
 class MasterOptimizer(_Masters):
     """Runs any torch optimiser class on fp32 masters and writes the compute weights after each step (DESIGN decision 1).
 
     `MasterOptimizer(params, inner_cls, **inner_kw)`. `params`: parameters, (name, parameter) pairs, or groups of either; names are positions
     ("0", "1", …) where none are given. `inner_cls(groups, **inner_kw)` is the optimiser; `opt.inner` is it. Parameters without a gradient are left alone.
-    A non-finite gradient is applied as it is: the caller decides from the gradient norm whether to call `step`."""
+    A non-finite gradient is applied as it is: the caller decides from the gradient norm whether to call `step`.
+    The method `clip_grad_norm_` leaves float32 gradients as they are and has them scaled by `step`."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -136,7 +166,7 @@ class MasterOptimizer(_Masters):
             with torch.enable_grad(): loss = closure()
         self._give_settings()
         grads = grads_of(self._masters)
-        if hasattr(self.inner, "advance"): left = self.inner.advance(grads, self._computes)
+        if hasattr(self.inner, "advance"): left = self.inner.advance(grads, self._computes, _factor_of(grads))
         else: left = self._run_inner(grads)
         if left:
             pairs = list(self._masters.items())
@@ -146,6 +176,7 @@ class MasterOptimizer(_Masters):
     def _run_inner(self, grads):
         "A step of any torch optimiser; the positions of the compute weights that have to follow."
         masters = list(self._masters.values())
+        _scale_now(grads)
         for master, grad in zip(masters, grads):
             if grad is not master.grad: master.grad = grad if grad is None else grad.to(master.dtype)
         self.inner.step()
@@ -157,10 +188,12 @@ class MasterOptimizer(_Masters):
         super().zero_grad(set_to_none)
         for p in self._masters:
             if getattr(p, "main_grad", None) is not None: p.main_grad = None if set_to_none else p.main_grad.zero_()
+        for g in grads_of(self._masters):
+            if hasattr(g, "clip_note"): del g.clip_note
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        "`clip_grad_norm_` over all parameters; the norm before clipping."
-        return clip_grad_norm_(self._masters, max_norm)
+        "The norm before clipping, of all parameters together. `step` scales the gradients; `grad` and `main_grad` stay as they are (`clip_grad_norm_` with `in_step`)."
+        return clip_grad_norm_(self._masters, max_norm, in_step=True)
 
     def state_bytes(self) -> int:
         "Bytes of momentum, moments and their scales; masters, step counts and constant code books not counted."
@@ -286,7 +319,7 @@ class _Arena:
                 end = at + b - a
         if run: yield run
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #c0582860
+# %% ../../nbs/60_optim.adamw8bit.ipynb #b33b9e80
 def _check_settings(lr, betas, eps, weight_decay):
     try: fine = len(betas) == 2 and all(x >= 0 for x in (lr, eps, weight_decay, *betas)) and max(betas) < 1
     except TypeError: fine = False
@@ -331,17 +364,17 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         self.advance(grads, self._nothing)
 
     @torch.no_grad()
-    def advance(self, grads, computes) -> list:
+    def advance(self, grads, computes, factor=None) -> list:
         """One step with these gradients, one a parameter in the order of the groups; where it is None the parameter rests.
 
-        `computes`: for each group a list with the compute weight of each parameter, or None where there is none apart from it; the same list objects
+        `factor`: a float32 scalar tensor that the gradients are multiplied by on their way, or None. `computes`: for each group a list with the compute weight of each parameter, or None where there is none apart from it; the same list objects
         in every step. Returns the positions, over all groups, of those that the step has not written."""
         left, first, take_step = [], 0, ADAMW if {type(c) for c in self.maps} in ({DynamicMap}, {LinearMap}) else _reference_step
         for group, arena, own in zip(self.param_groups, self.arenas, computes):
             for (t, is_large), at in arena.ages(grads[first:first + len(arena.params)]).items():
                 live = [grads[first + i] for i in at]
-                if is_large: rest = take_step(arena.code[0], arena.members(at, own), live, group, t)
-                else: rest = _small_step(group, arena.members(at, own), live, self.state, t)
+                if is_large: rest = take_step(arena.code[0], arena.members(at, own), live, group, t, factor)
+                else: rest = _small_step(group, arena.members(at, own), live, self.state, t, factor)
                 left += [first + at[i] for i in rest if own[at[i]] is not None]
             first += len(arena.params)
         return left
@@ -401,12 +434,14 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         for arena in self.arenas: arena.sets.clear()
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]): mine.update({k: v for k, v in saved.items() if k != "params"})
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #c6313049
-def _small_step(group, members, grads, state, t):
+# %% ../../nbs/60_optim.adamw8bit.ipynb #7ae1477d
+def _scaled(grads, factor): return grads if factor is None else torch._foreach_mul(grads, factor.to(grads[0].device))
+
+def _small_step(group, members, grads, state, t, factor=None):
     "AdamW with fp32 moments for tensors that have taken t steps, this one included."
     (beta1, beta2), lr, params = group["betas"], float(group["lr"]), members.masters
     members.arena.check(params, grads, members.computes)
-    grads, ms, vs = [g.float() for g in grads], [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
+    grads, ms, vs = _scaled([g.float() for g in grads], factor), [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
     torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
     torch._foreach_lerp_(ms, grads, 1 - beta1)
     torch._foreach_mul_(vs, beta2)
@@ -417,7 +452,7 @@ def _small_step(group, members, grads, state, t):
     torch._foreach_addcdiv_(params, ms, denom, -lr / (1 - beta1**t))
     return range(len(params))
 
-def _chunk_step(group, arena, chunk, t):
+def _chunk_step(group, arena, chunk, t, factor=None):
     "AdamW for neighbouring blocks of the arena: decode, update, encode, and move the weights with the fresh moments."
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     rows = slice(chunk[0][4], chunk[-1][4] + chunk[-1][3] - chunk[-1][2])
@@ -427,6 +462,7 @@ def _chunk_step(group, arena, chunk, t):
         lay, own = arena.layout[p], slice(at - rows.start, at - rows.start + b - a)
         weights.append(lay.window(p, a, b).float()); grads.append(lay.window(grad.contiguous().float(), a, b))
         ms.append(lay.like_window(m[own], a, b)); vs.append(lay.like_window(v[own], a, b))
+    grads = _scaled(grads, factor)
     torch._foreach_lerp_(ms, grads, 1 - beta1)
     v.mul_(beta2)
     torch._foreach_addcmul_(vs, grads, grads, 1 - beta2)
@@ -439,15 +475,15 @@ def _chunk_step(group, arena, chunk, t):
         lay, number = arena.layout[p], torch.arange(p.numel(), device=p.device).view(p.shape)
         lay.window(p, a, b).copy_(stochastic_half(w, lay.window(number, a, b), arena.stream[p], t))
 
-def _reference_step(code, members, grads, group, t):
+def _reference_step(code, members, grads, group, t, factor=None):
     "The step in plain PyTorch, which leaves all compute weights to be written."
     members.arena.check(members.masters, grads, members.computes)
-    for chunk in members.arena.chunks(members.masters, grads): _chunk_step(group, members.arena, chunk, t)
+    for chunk in members.arena.chunks(members.masters, grads): _chunk_step(group, members.arena, chunk, t, factor)
     return range(len(grads))
 
-# %% ../../nbs/60_optim.adamw8bit.ipynb #fdb58d60
+# %% ../../nbs/60_optim.adamw8bit.ipynb #35a94dff
 def _trial(step, device, maps):
-    "Two steps of a tagged matrix and of a flat tensor with an incomplete block: (masters, compute weights, arena)."
+    "Two steps of a tagged matrix and of a flat tensor with an incomplete block, with clipped gradients: (masters, compute weights, arena)."
     generator = torch.Generator().manual_seed(0)
     def random(): return [torch.randn(shape, generator=generator).to(device) for shape in ((16, 64), (700,))]
     masters = random()
@@ -456,7 +492,7 @@ def _trial(step, device, maps):
     arena = _Arena(masters, maps, 256, 0, range(2))
     members = Members(arena, masters, computes)
     for t in (1, 2):
-        left = step(arena.code[0], members, random(), dict(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), t)
+        left = step(arena.code[0], members, random(), dict(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), t, torch.tensor(0.7 / t, device=device))
         _write_all([(computes[i], masters[i]) for i in left])
     return masters, computes, arena
 

@@ -73,7 +73,7 @@ def muon_pieces(model, per_head: bool = True) -> dict:
             pieces[f"{prefix}.{name}"] = (R // rows, C // columns)
     return pieces
 
-# %% ../../nbs/64_optim.muon.ipynb #fb3b6f3b
+# %% ../../nbs/64_optim.muon.ipynb #a16b6b71
 class _MuonMasters(MasterOptimizer):
     "`PiecewiseMuon` on masters, which are cut as their parameters."
     def _adopt(self, p):
@@ -118,8 +118,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part in self.parts.values(): part.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        "`clip_grad_norm_` over all parameters; the norm before clipping."
-        return clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm)
+        "`clip_grad_norm_` over all parameters, in the step; the norm before clipping."
+        return clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm, in_step=True)
 
     @property
     def names(self) -> list: return [n for part in self.parts.values() for n in part.names]

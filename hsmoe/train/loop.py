@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #bc8868c4
+# %% ../../nbs/73_train.loop.ipynb #0944cb56
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_f
 from ..data.loader import Loader, PackedDataset, Stage
 from ..data.tokenizer import Tokenizer
 from ..model.hybrid import HybridSparseMoEModel, build_model, count_parameters
-from ..model.router import begin_step, check_routing
-from ..mtp.loss import adamtp_loss, loss_positions
+from ..model.router import begin_step, check_counts
+from ..mtp.loss import adamtp_loss, loss_positions, placed
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
 from ..optim.muon import MuonWithAdamW, muon_pieces
 from ..optim.recut import blockwise_of
@@ -32,7 +32,7 @@ from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
 from ..quant.fake import block_formats, code_flip_rate, observing, revise_sites, set_block_formats, site_stats
 from ..quant.formats import scale_stats
 from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state, write_whole
-from .telemetry import MetricsLog, Progress, capture_env, collapse_warning, collapsed_layers, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
+from .telemetry import MetricsLog, Progress, capture_env, collapse_warning, collapsed_layers, deterministic_algorithms, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
 # %% ../../nbs/73_train.loop.ipynb #8393e812
@@ -57,7 +57,7 @@ def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> "MasterOptimizer |
     if o.matrices == "adamw": return adamw(groups)
     return MuonWithAdamW(groups, muon_pieces(model, per_head=o.matrices == "per_head_muon"), adamw, lr=o.peak_lr)
 
-# %% ../../nbs/73_train.loop.ipynb #84fb6d96
+# %% ../../nbs/73_train.loop.ipynb #ba7ecd76
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -83,7 +83,7 @@ class TrainState:
         seed_everything(cfg.train.seed)
         self.cfg, self.steps, self.device = cfg, steps, device
         self.backends = _backends(cfg, device)
-        self.model = build_model(cfg).to(device)
+        with device: self.model = build_model(cfg).to(device)                  # initialised where it lives
         self.optimizer = make_optimizer(self.model, cfg)
         s = cfg.schedule
         self.scheduler = CosineAnnealingWithWarmupAndRestart(self.optimizer, steps.warmup, steps.steps, steps.restart, lr_final=s.final_lr,
@@ -113,7 +113,7 @@ class TrainState:
         for k in self.COUNTERS: setattr(self, k, state[k])
         set_rng_state(state["rng"])
 
-# %% ../../nbs/73_train.loop.ipynb #6b95d5b2
+# %% ../../nbs/73_train.loop.ipynb #99c66f15
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -127,43 +127,58 @@ class StepResult(NamedTuple):
     layer_entropy: list    # nats a token, one number a layer; their mean is `entropy`
     depth_histogram: list  # positions by depth 0..max_depth
 
+def _sums(loss, entropy, depths, routing) -> torch.Tensor:
+    "What a micro-batch reports, one float64 tensor on its device: loss, entropy, next-token nats, and by layer the rows with a bad logit and the entropy"
+    nats = depths.nll_K[0] if depths.rows_K else loss.new_zeros(())
+    return torch.cat([torch.stack([x.detach().double() for x in (loss, entropy, nats)]), torch.stack([r.n_bad for r in routing]).double(), torch.stack([r.entropy_sum.detach() for r in routing]).double()])
+
+def _micro_batches(state:TrainState, tokens_BL, depth_BS, n_positions:int):
+    "Forward and backward of a global batch, which lies on the CPU, where all that the host must know of it is counted: `(sums of _sums, tokens, tokens that count, loads)`"
+    cfg, model, micro, S = state.cfg, state.model, state.cfg.train.micro_batch_sequences, depth_BS.shape[1]
+    mask_BS = real_positions(tokens_BL[:, :S], state.loader.dataset)
+    n_tokens, sums, loads = max(1, int(mask_BS.sum())), [], None
+    for tokens_bL, depth_bS, mask_bS in zip(tokens_BL.split(micro), depth_BS.split(micro), mask_BS.split(micro)):
+        handle, routing = model(placed(tokens_bL[:, :S], state.device), mask_BS=None if n_tokens == mask_BS.numel() else placed(mask_bS, state.device))
+        loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), trunk_gradient=cfg.mtp.trunk_gradient, chunk=cfg.mtp.chunk, parts=True)
+        entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
+        total = loss + cfg.mtp.entropy_lambda * entropy
+        if cfg.router.z_loss: total = total + cfg.router.z_loss * sum(r.z_sum for r in routing) / (n_tokens * len(routing))
+        total.backward()
+        sums.append(_sums(loss, entropy, depths, routing))
+        loads = [r.load_E for r in routing] if loads is None else [a + r.load_E for a, r in zip(loads, routing)]
+    return torch.stack(sums).sum(0), mask_BS.numel(), n_tokens, loads
+
+def _gradients(state:TrainState, tokens_BL, depth_BS, n_positions:int):
+    "Gradients of a step, clipped: `(loss, entropy, next-token nats, norm before clipping, entropy a layer, loads)`; waits for the device, once. `TrainingError` where a number is not finite"
+    try:
+        sums, n, n_tokens, loads = _micro_batches(state, tokens_BL, depth_BS, n_positions)
+        norm = state.optimizer.clip_grad_norm_(state.cfg.optim.clip_norm)
+        norm, loss, entropy, nats, *by_layer = torch.cat([norm.double().reshape(1), sums]).tolist()
+        bad_L, entropy_L = by_layer[:len(loads)], by_layer[len(loads):]
+        check_counts([int(b) for b in bad_L], n, [layer.moe.router.name for layer in state.model.layers])      # a GPU has not looked yet
+    except ValueError as e: raise TrainingError(f"step {state.step + 1}: {e}; the update was not applied") from e
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainingError(f"step {state.step + 1}: loss {loss} and gradient norm {norm} are not both finite; the update was not applied")
+    return loss, entropy, nats, norm, [h / n_tokens for h in entropy_L], loads
+
 def train_step(state:TrainState) -> StepResult:
-    "Forward, backward and update on the next global batch."
+    "Forward, backward and update on the next global batch; waits for its device once, before the update."
     cfg, model = state.cfg, state.model
     begin_step(model)
     batch = next(state.loader)
-    tokens_BL, depth_BS = batch.tokens_BL.to(state.device), batch.depth_BS.to(state.device).clamp(max=cfg.mtp.max_depth)
-    S, n_positions = depth_BS.shape[1], int(loss_positions(tokens_BL, depth_BS))
-    mask_BS, micro = real_positions(tokens_BL[:, :S], state.loader.dataset), cfg.train.micro_batch_sequences
-    n_tokens = max(1, int(mask_BS.sum()))
-    parts = zip(tokens_BL.split(micro), depth_BS.split(micro), mask_BS.split(micro))
-    loss_sum, entropy_sum, next_nats, loads, layer_entropy_L = 0.0, 0.0, 0.0, None, 0.0
-    for tokens_bL, depth_bS, mask_bS in parts:
-        try:
-            handle, routing = model(tokens_bL[:, :S], mask_BS=None if n_tokens == mask_BS.numel() else mask_bS)
-            loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), trunk_gradient=cfg.mtp.trunk_gradient, parts=True)
-            entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
-            total = loss + cfg.mtp.entropy_lambda * entropy
-            if cfg.router.z_loss: total = total + cfg.router.z_loss * sum(r.z_sum for r in routing) / (n_tokens * len(routing))
-            total.backward()
-            check_routing(routing, [layer.moe.router.name for layer in model.layers])      # a GPU has not looked yet
-        except ValueError as e: raise TrainingError(f"step {state.step + 1}: {e}; the update was not applied") from e
-        loss_sum, entropy_sum = loss_sum + loss.item(), entropy_sum + entropy.item()
-        layer_entropy_L = layer_entropy_L + torch.stack([r.entropy_sum.detach() for r in routing]) / n_tokens
-        next_nats += depths.nll_K[0].item() if depths.rows_K else 0.0
-        loads = [r.load_E for r in routing] if loads is None else [a + r.load_E for a, r in zip(loads, routing)]
-    norm, lr = float(state.optimizer.clip_grad_norm_(cfg.optim.clip_norm)), state.scheduler.get_last_lr()[0]
-    if not (math.isfinite(loss_sum) and math.isfinite(norm)):
-        raise TrainingError(f"step {state.step + 1}: loss {loss_sum} and gradient norm {norm} are not both finite; the update was not applied")
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad(set_to_none=True)
-    model.end_step(loads)
+    tokens_BL, depth_BS = batch.tokens_BL, batch.depth_BS.clamp(max=cfg.mtp.max_depth)
+    n_positions, lr = loss_positions(tokens_BL, depth_BS), state.scheduler.get_last_lr()[0]
+    with deterministic_algorithms(cfg.train.deterministic):
+        loss, entropy, nats, norm, entropy_L, loads = _gradients(state, tokens_BL, depth_BS, n_positions)
+        state.optimizer.step()
+        state.scheduler.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        model.end_step(loads)
     state.step += 1
     histogram = torch.bincount(depth_BS.flatten(), minlength=cfg.mtp.max_depth + 1).tolist()
     pairs = sum(h * n for h, n in enumerate(histogram))
     state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + n_positions, state.pairs + pairs
-    return StepResult(loss_sum, next_nats / max(1, n_positions), entropy_sum, norm, lr, n_positions, pairs, loads, layer_entropy_L.tolist(), histogram)
+    return StepResult(loss, nats / max(1, n_positions), entropy, norm, lr, n_positions, pairs, loads, entropy_L, histogram)
 
 # %% ../../nbs/73_train.loop.ipynb #c395ad4a
 def _seconds_per_step(state:TrainState, seconds:float) -> float:
