@@ -25,7 +25,7 @@ from .mtp.kernels import LOSS, linear_ce
 from .quant.kernels import qdq
 from .speed import Mixture, Piece, clock, draw_experts, extra_bytes, forget, graphed, mixture_layer, relative_error
 
-# %% ../nbs/88_speed_layer.ipynb #8d5afb23
+# %% ../nbs/88_speed_layer.ipynb #e350f4bd
 class HeadShape(NamedTuple):
     "Rows, width and vocabulary of a loss; the defaults are those of the published comparisons."
     M: int = 8192
@@ -84,11 +84,11 @@ def time_loss(m: HeadShape, device, dtype, ceiling: float, peers: dict = LOSS_PE
     head, flops, device, why_not, result = Head(m, device, dtype), 6 * m.M * m.D * m.V, torch.device(device), {}, []
     usual, chosen = m == HeadShape(), LOSS.choose(device)
     names = [chosen, *(n for n in LOSS.backends if n not in (chosen, "reference") and not LOSS.trouble(n, device)), *["reference"] * (chosen != "reference")]
-    def add(name, f, less, end):
+    def add(name, f, end):
         ms, extra = clock(f, device, 3), extra_bytes(f, device)
         result.append(row(name, ms, "ms", of_ceiling=flops / ms / 1e9 / ceiling, **_bounds(name, usual, device)))
-        if extra is not None: result.append(row(f"{name}_extra_mib", (extra - less) / 2**20, "MiB", **_bounds(f"{name}_extra_mib", usual, device)))
-        note(f"{name + end:28s} {ms:9.2f} ms, {flops / ms / 1e9 / ceiling:6.1%} of the ceiling" + ("" if extra is None else f", {(extra - less) / 2**20:8,.0f} MiB"))
+        if extra is not None: result.append(row(f"{name}_extra_mib", extra / 2**20, "MiB", **_bounds(f"{name}_extra_mib", usual, device)))
+        note(f"{name + end:28s} {ms:9.2f} ms, {flops / ms / 1e9 / ceiling:6.1%} of the ceiling" + ("" if extra is None else f", {extra / 2**20:8,.0f} MiB"))
     LOSS.chosen[device.type] = "reference"
     head.fresh()
     want = [head.x.grad.clone(), head.U.main_grad.clone()]
@@ -98,8 +98,8 @@ def time_loss(m: HeadShape, device, dtype, ceiling: float, peers: dict = LOSS_PE
         for a, b in zip((head.x.grad, head.U.main_grad), want):
             if not (error := relative_error(a, b)) < 2e-2: raise RuntimeError(f"backend {name} of the loss is off by {error:.1%}")
         end = "" if name == chosen else f"_{name}"
-        add(f"linear_ce{end}", head.fresh, 0, "" if end else f" ({name})")
-        if not end: add("linear_ce_adding", lambda: head.ours(2048), 0, "")
+        add(f"linear_ce{end}", head.fresh, "" if end else f" ({name})")
+        if not end: add("linear_ce_adding", lambda: head.ours(2048), "")
     LOSS.chosen[device.type] = chosen
     forget([head.x, head.U])
     head.leaves = [t.detach().clone().requires_grad_() for t in (head.x, head.U)]
@@ -108,7 +108,7 @@ def time_loss(m: HeadShape, device, dtype, ceiling: float, peers: dict = LOSS_PE
             head.by(peer)
             for a, b in zip(head.leaves, want):
                 if not (error := relative_error(a.grad, b)) < 2e-2: raise RuntimeError(f"a gradient is off by {error:.1%}")
-            add(f"{name}_linear_ce", lambda: head.by(peer), head.leaves[1].nbytes, "")
+            add(f"{name}_linear_ce", lambda: head.by(peer), "")
         except Exception as e: why_not[name] = f"{type(e).__name__}: {(str(e).strip().splitlines() or ['no message'])[0]}"
     return with_peer(result, "linear_ce", [f"{n}_linear_ce" for n in peers]), why_not
 

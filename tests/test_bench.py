@@ -100,9 +100,35 @@ def test_moe(hsmoe_cli, tmp_path):
     assert sum("image/png" in o.get("data", {}) for o in made) == 2 and sum("text/markdown" in o.get("data", {}) for o in made) == 4
 
 
+def test_layer(hsmoe_cli, tmp_path):
+    given = dict(device="cpu", rows=48, vocab_size=200, d_model=16, sequences=1, seq_len=24, n_heads=2, head_dim=16, piece_sequences=1, results_dir="some results")
+    result = hsmoe_cli("bench", "layer", "--output", "out/layer.ipynb", *(word for k, v in given.items() for word in ("-p", k, v)), timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (path,) = (tmp_path / "some results").iterdir()
+    record = json.loads(path.read_text())
+    rows, settings = {r["name"]: r for r in record["rows"]}, record["settings"]
+    assert {"linear_ce", "linear_ce_adding", "eager_linear_ce", "attention_online", "attention_normalised", "attention_online_core_ms", "sdpa_math_ms"} <= rows.keys() and all(r["must"] is None for r in record["rows"])
+    assert settings["head"] == dict(M=48, D=16, V=200) and "liger" in settings["notes"]["peers not timed"] and rows["linear_ce"]["ratio"] == rows["linear_ce"]["value"] / rows["linear_ce"]["peer_value"]
+    gathered = next(p for p in settings["pieces"] if p["name"] == "gather")
+    assert gathered["bytes"] == (1 + 2) * 24 * 64 * 4 and all(p["ms"] > 0 for p in settings["pieces"])      # a token is read once and written twice
+    made = outputs(tmp_path / "out/layer.ipynb")
+    assert sum("image/png" in o.get("data", {}) for o in made) == 1 and sum("text/markdown" in o.get("data", {}) for o in made) == 2
+
+
+def test_training(hsmoe_cli, tmp_path, small_overrides, small_corpus):
+    given = dict(device="cpu", steps=6, overrides=json.dumps(small_overrides + ["train.length=6 steps"]), corpus=small_corpus, val_tokens=512, results_dir="some results")
+    result = hsmoe_cli("bench", "training", "--output", "out/training.ipynb", *(word for k, v in given.items() for word in ("-p", k, v)), timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (path,) = (tmp_path / "some results").iterdir()
+    record = json.loads(path.read_text())
+    rows, series = {r["name"]: r["value"] for r in record["rows"]}, record["settings"]["series"]
+    assert rows["steps"] == len(series) == 6 and rows["val_loss"] < rows["val_loss_before"] and rows["clipped_percent"] == 100 * sum(s["grad_norm"] > 1 for s in series) / 6
+    assert all(math.isfinite(s["loss"]) and s["worst_load"] >= s["load"] >= 1 for s in series) and rows["next_token_last_fifth"] == series[-1]["next_token"]
+
+
 def test_a_bench_that_cannot_run(hsmoe_cli, tmp_path, small_overrides):
     result = hsmoe_cli("bench", "qualitty")
-    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are formats, moe, muon, optimizer, quality, quant, router, step"
+    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are formats, layer, moe, muon, optimizer, quality, quant, router, step, training"
     result = hsmoe_cli("bench", "quality", "--output", "out/quality.ipynb", "-p", "steps", "1", "-p", "overrides", json.dumps(small_overrides + ["data.sources=[no/such/corpus]"]))
     assert result.returncode == 2 and "no/such/corpus" in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr.splitlines()[-1]
     assert not (tmp_path / "nbs").exists()

@@ -108,10 +108,10 @@ def test_a_kernel_that_writes_the_weights_in_its_pass_gets_them(core, monkeypatc
     "What a kernel on a GPU is handed: each master with its own compute weight, None for an fp32 parameter, and the same plan in every step."
     import hsmoe.optim.adamw8bit as own
     sets = []
-    def kernel(code, members, grads, group, t):
+    def kernel(code, members, grads, group, t, factor=None):
         assert all(p is None or p.main_param is m for p, m in zip(members.computes, members.masters, strict=True))
         sets.append(members)
-        own._reference_step(code, members, grads, group, t)
+        own._reference_step(code, members, grads, group, t, factor)
         for p, m in zip(members.computes, members.masters):
             if p is not None: write_compute_(p, m)
         return []
