@@ -7,7 +7,7 @@ __all__ = ['app', 'USER_ERRORS', 'Preset', 'MaybePreset', 'Overrides', 'Source',
            'eval_', 'generate', 'plan', 'check_parameters', 'run_notebook', 'parameter_value', 'parse_parameters',
            'run_command', 'bench_notebook', 'bench_command', 'main']
 
-# %% ../nbs/92_cli.ipynb #3594a84b
+# %% ../nbs/92_cli.ipynb #472d68e4
 import ast, datetime, difflib, json, shlex, signal, sys
 from pathlib import Path
 from typing import Annotated, List, Optional
@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 import hsmoe
+from .comm.mesh import MeshError, place
 from .config import ConfigError, load_config, read_yaml
 from .data.corpus import Corpus, CorpusError
 from .evaluate import evaluate_run, sample_text
@@ -25,10 +26,10 @@ from .train.checkpoint import CheckpointError
 from .train.loop import TrainingError, check_writable, ensure_corpus, new_run_dir, remove_empty, run_training
 from .train.telemetry import MetricsError
 
-# %% ../nbs/92_cli.ipynb #581652db
+# %% ../nbs/92_cli.ipynb #6548bfaa
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Train, evaluate and sample hybrid sparse-MoE language models under 4-bit quantisation.")
-USER_ERRORS = (ConfigError, CorpusError, TrainingError, CheckpointError, MetricsError)
+USER_ERRORS = (ConfigError, CorpusError, TrainingError, CheckpointError, MetricsError, MeshError)
 
 Preset = Annotated[str, typer.Option(help="Preset name or path to a YAML file.")]
 MaybePreset = Annotated[Optional[str], typer.Option("--preset", help="Preset name or path to a YAML file; default tiny.", show_default=False)]
@@ -40,7 +41,7 @@ def with_sources(overrides, source) -> list[str]:
     overrides, source = ([x] if isinstance(x, (str, Path)) else list(x or []) for x in (overrides, source))
     return overrides + ([f"data.sources={json.dumps([str(s) for s in source])}"] if source else [])
 
-# %% ../nbs/92_cli.ipynb #03bae914
+# %% ../nbs/92_cli.ipynb #f153e432
 @app.command()
 def prepare(overrides:Overrides=None, preset:Preset="tiny", source:Source=None):
     "Tokenise text into a packed corpus with prediction depths, and print its folder."
@@ -57,6 +58,7 @@ def train(overrides:Overrides=None, preset:MaybePreset=None, source:Source=None,
     "Train a model; prints the run's folder and its report."
     if resume and run_dir: raise ConfigError("--resume names the run's folder already; leave --run-dir out")
     folder = run_training(preset, with_sources(overrides, source), run_dir=resume or run_dir, corpus_dir=corpus, minutes=minutes, resume=resume is not None)
+    if place()[0]: return                        # of several processes the first speaks
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     print(f"validation loss {report['val_loss']:.4f} nats a token ({report['val_bits_per_byte']:.3f} bits a byte); bigram {report['bigram_loss']:.4f}")
     print(folder)

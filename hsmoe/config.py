@@ -116,7 +116,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #5fdb3e95
+# %% ../nbs/00_config.ipynb #f92d4c5b
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -140,9 +140,15 @@ class TrainSection(Section):
 
 class ParallelSection(Section):
     "Process grid (SPEC D-01)."
-    ep: int = Field(4, ge=1)
-    dp: int = Field(4, ge=1)
+    ep: int = Field(4, ge=1)                      # ranks that hold each expert once between them
+    dp: int = Field(4, ge=1)                      # all ranks
     tp: Literal[1] = 1
+    shared: Literal["replicated", "sharded"] = "replicated"          # shared experts
+    dispatch_wire: Literal["native", "mxfp8", "nvfp4"] = "native"    # what tokens travel as (SPEC D-05)
+    combine_wire: Literal["native", "packed"] = "native"             # experts' answers; packed: their 4-bit codes, the same numbers
+    gradient_wire: Literal["native", "mxfp8"] = "native"             # gradients of both
+    weights_wire: Literal["native", "packed"] = "native"             # new weights from their owners
+    settle: Literal["exact", "stale"] = "exact"                      # stale: gradients are applied a step late (SPEC C-02)
 
 class BackendsSection(Section):
     "Which implementation of an operation runs (DESIGN decision 3); \"auto\": the fastest that the device has and that agrees with the reference."
@@ -154,6 +160,7 @@ class BackendsSection(Section):
     ffn: Literal["auto", "reference", "triton"] = "auto"          # the dense gated path and the norms
     attention: Literal["auto", "reference", "triton"] = "auto"    # attention with quantised softmax
     loss: Literal["auto", "reference", "chunks", "triton", "hopper"] = "auto"                    # vocabulary product and cross-entropy
+    wire: Literal["auto", "reference", "triton"] = "auto"         # rows packed for other processes
     strict: bool = False                                          # a kernel that disagrees with the reference ends the run instead of being left out
 
 class Config(Section):

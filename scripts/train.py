@@ -1,6 +1,7 @@
 """The request's training loop (SPEC T-02), with every name real.
 
-Runs as printed on one process: `python scripts/train.py` trains `--preset tiny` on a CPU for `--steps` steps. Names, order, keyword names and values are the
+Runs as printed on one process: `python scripts/train.py` trains `--preset tiny` on a CPU for `--steps` steps; under torchrun on several, with their experts spread over `parallel.ep` of them:
+`torchrun --nproc-per-node 2 scripts/train.py parallel.ep=2 parallel.dp=2`. Names, order, keyword names and values are the
 printed ones; `given` puts what the configuration says in the place of a printed value where the two differ. A setting that this loop cannot honour is refused by name.
 Where the printed line cannot be right it does the right thing:
 
@@ -8,9 +9,10 @@ Where the printed line cannot be right it does the right thing:
 2. Megatron's `initialize_model_parallel` has `expert_model_parallel_size` and `tensor_model_parallel_size`; there is no `data_parallel_size`, it follows.
    It is called where Megatron Core can be imported; a printed line says so where it cannot, since one process needs no groups.
    `get_megatron_optimizer` is imported by the request and never used; the optimiser is `AdamW8bit`.
-3. `DistributedDataParallel(model)` would average expert gradients that belong to one rank; with one process nothing is to be reduced.
+3. `DistributedDataParallel(model)` would average expert gradients that belong to one rank. In several processes `parallelize` spreads the experts, and the optimiser, shared out among
+   the processes, sums the other gradients once a step; each process's loss is divided by their number, so that the sum is the mean.
 4. `logits` is a `LogitsHandle`: full logits of 128,256 words are never made. Indexing makes the part asked for.
-5. `dataloader` yields `(input_ids, entropy_segments)`; a plain `DataLoader(shuffle=True)` over processes would show the same sequence to several of them.
+5. `dataloader` yields `(input_ids, entropy_segments)`; a plain `DataLoader(shuffle=True)` over processes would show the same sequence to several of them, so these get a distributed sampler.
    It is read again, in another order, until `total_steps` are done.
 6. `clip_grad_norm_` is ours: it sees the fp32 gradients of bf16 weights and clips at 1.0, the printed "10" being 1.0 with its decimal point lost.
 7. `scheduler.get_last_lr()` is a list, which `:.2e` cannot format: its first element is printed.
@@ -21,27 +23,31 @@ Where the printed line cannot be right it does the right thing:
 11. `trunk_gradient` comes from the preset too: what the further tokens may ask of the trunk. `mtp.trunk_gradient=1` is the gradient of the printed formula.
 """
 import argparse, math, os, sys, warnings
-from itertools import chain, repeat
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")     # Megatron Core warns of every optional package that it does without
     try: from megatron.core import parallel_state
     except ImportError as e: parallel_state, why_no_megatron = None, e
 
 from hsmoe.cli import USER_ERRORS
+from hsmoe.comm.mesh import Mesh, all_reduce_, gather_objects, place, start
+from hsmoe.comm.settle import ShardedOptimizer
 from hsmoe.config import ConfigError, apply_overrides, load_config, resolve
 from hsmoe.data.corpus import Corpus
 from hsmoe.model.hybrid import HybridSparseMoEModel, check_formats, model_options, set_compute_dtype
+from hsmoe.model.parallel import held_names, parallelize, sum_statistics_, whole_state
 from hsmoe.mtp.loss import compute_adamtp_loss
 from hsmoe.optim.adamw8bit import AdamW8bit, clip_grad_norm_
 from hsmoe.optim.schedule import CosineAnnealingWithWarmupAndRestart
 from hsmoe.quant.fake import quantize_model
 from hsmoe.train.checkpoint import save_checkpoint
-from hsmoe.train.loop import datasets, ensure_corpus, pick_device
+from hsmoe.train.loop import corpus_dir_for, datasets, ensure_corpus, pick_device
 from hsmoe.train.telemetry import log_routing_histogram, seed_everything
 
 # Where the configuration holds what a printed keyword argument says.
@@ -76,8 +82,8 @@ def check_config(cfg):
     "`ConfigError` for a configuration that asks for what no printed call can carry."
     check_formats(cfg)
     p = cfg.parallel
-    if p.dp > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError(f"this loop has one process (parallel.dp = {p.dp}, WORLD_SIZE = {os.environ.get('WORLD_SIZE', 1)}); set parallel.ep=1 parallel.dp=1 and start it without torchrun")
+    world = place()[1]
+    if p.dp != world: raise ConfigError(f"parallel.dp = {p.dp} needs {p.dp} processes and this loop has {world}; set parallel.dp={world}, and parallel.ep to a divisor of it, or start it with torchrun --nproc-per-node {p.dp}")
     for key, value in (("quant.weights", cfg.quant.weights), ("quant.sites", cfg.quant.sites), ("router.z_loss", cfg.router.z_loss), ("data.curriculum", cfg.data.curriculum)):
         if value: raise ConfigError(f"{key} cannot be honoured by the printed loop, whose calls have no argument for it; leave it out, or train with hsmoe train")
 
@@ -121,17 +127,22 @@ def arguments():
 
 
 def init_distributed(cfg, device):
-    "Process group first, before model and optimiser (SPEC T-07); then Megatron's groups, where it is installed."
+    "Process group first, before model and optimiser (SPEC T-07); then Megatron's groups, where it is installed. `comm.mesh.start` makes both where there are several processes."
+    if place()[1] > 1: return start(cfg.parallel.ep, device.type)
+    alone = Mesh(0, 1, 0, device, 1, 0, 1)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ: dist.init_process_group(backend=backend)
     else: dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
-    if parallel_state is None: return print(f"Megatron Core cannot be imported ({why_no_megatron}); one process needs none of its groups.", flush=True)
+    if parallel_state is None:
+        print(f"Megatron Core cannot be imported ({why_no_megatron}); one process needs none of its groups.", flush=True)
+        return alone
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=cfg.parallel.ep,
         tensor_model_parallel_size=cfg.parallel.tp,
     )
     sizes = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_data_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
     print("Megatron Core's process groups: expert %d, data %d, tensor %d." % sizes, flush=True)
+    return alone
 
 
 def collate(windows, max_depth):
@@ -144,10 +155,14 @@ def build(cfg, args, device):
     "Model, optimiser, scheduler and data loader, in the printed order."
     warmup_steps = resolve(cfg, args.steps).warmup
     total_steps = args.steps
-    corpus_dataset, _ = datasets(cfg, Corpus.open(args.corpus or ensure_corpus(cfg)))
+    first = place()[0] == 0
+    corpus = args.corpus or (ensure_corpus(cfg) if first else corpus_dir_for(cfg))     # the first process prepares it, and the others wait for the first
+    if first: corpus_dataset, _ = datasets(cfg, Corpus.open(corpus))
     try: args.out.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise ConfigError(f"folder {args.out} of --out cannot be made: {e.strerror}") from None
-    init_distributed(cfg, device)
+    mesh = init_distributed(cfg, device)
+    device = mesh.device
+    if not first: corpus_dataset, _ = datasets(cfg, Corpus.open(corpus))
     seed_everything(cfg.train.seed)
     model = HybridSparseMoEModel(
         **given(cfg, num_layers=24, hidden_dim=1536, num_attention_heads=8, num_routed_experts=64, num_shared_experts=8, expert_router_k=4,
@@ -157,7 +172,10 @@ def build(cfg, args, device):
     model = set_compute_dtype(model, getattr(torch, cfg.train.dtype))
     model = quantize_model(model, **given(cfg, weight_format='NVFP4_8x8', activation_format='NVFP4', attention_format='MXFP8'))
     model.to(device)
-    optimizer = AdamW8bit(
+    if mesh.world > 1: parallelize(model, mesh, cfg.parallel.shared)
+    held = held_names(model)
+    def shared_out(params, **settings): return ShardedOptimizer(list(model.named_parameters()), lambda groups: AdamW8bit(groups, **settings), mesh, is_expert=lambda name: name in held)
+    optimizer = (AdamW8bit if mesh.world == 1 else shared_out)(
         model.parameters(),
         **given(cfg, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
         **optimizer_options(cfg),
@@ -166,33 +184,60 @@ def build(cfg, args, device):
         optimizer, warmup_steps=warmup_steps, total_steps=total_steps, **given(cfg, restart_interval=5_000_000),
         lr_final=cfg.schedule.final_lr, qat_fraction=cfg.schedule.qat_fraction, qat_factor=cfg.schedule.qat_factor,
     )
+    if cfg.train.batch_sequences % mesh.world: raise ConfigError(f"train.batch_sequences = {cfg.train.batch_sequences} must be divisible by the number of processes, {mesh.world}")
+    sampler = DistributedSampler(corpus_dataset, mesh.world, mesh.rank, seed=cfg.train.seed) if mesh.world > 1 else None
     train_dataloader = DataLoader(
-        corpus_dataset, **given(cfg, batch_size=512), shuffle=True, num_workers=0, pin_memory=device.type == "cuda",
+        corpus_dataset, batch_size=given(cfg, batch_size=512)["batch_size"] // mesh.world, shuffle=sampler is None, sampler=sampler, num_workers=0, pin_memory=device.type == "cuda",
         collate_fn=lambda windows: collate(windows, cfg.mtp.max_depth),
     )
-    return model, optimizer, scheduler, train_dataloader
+    return mesh, model, optimizer, scheduler, train_dataloader
 
 
-def train(cfg, args, device, model, optimizer, scheduler, train_dataloader):
+def epochs(dataloader):
+    "The data again and again, in another order each time."
+    for n in count():
+        if dataloader.sampler is not None and hasattr(dataloader.sampler, "set_epoch"): dataloader.sampler.set_epoch(n)
+        yield from dataloader
+
+
+class Whole:
+    "What a checkpoint of several processes has to say, brought together for the first of them."
+    def __init__(self, state): self.state = state
+    def state_dict(self): return self.state
+
+
+def save(mesh, model, optimizer, scheduler, step, folder):
+    "`checkpoint_{step}.pt`, by the first process; of several the optimiser's states are a list."
+    if mesh.world == 1: return save_checkpoint(model, optimizer, scheduler, step, folder)
+    whole, states = whole_state(model, mesh), gather_objects(optimizer.state_dict(), mesh.dp_group)
+    if mesh.rank == 0: save_checkpoint(Whole(whole), Whole(states), scheduler, step, folder)
+
+
+def train(cfg, args, device, mesh, model, optimizer, scheduler, train_dataloader):
     "The printed loop."
+    device = mesh.device
     every, total_steps = resolve(cfg, args.steps), args.steps
     log_every, histogram_every, checkpoint_every = args.log_every or every.log, args.histogram_every or every.histogram, args.checkpoint_every or every.checkpoint
-    for step, (input_ids, entropy_segments) in enumerate(chain.from_iterable(repeat(train_dataloader))):
+    for step, (input_ids, entropy_segments) in enumerate(epochs(train_dataloader)):
         input_ids = input_ids.to(device)
         entropy_segments = entropy_segments.to(device)
         logits, routing_info = model(input_ids)
         loss = compute_adamtp_loss(logits, input_ids, entropy_segments, **given(cfg, decay_alpha=0.85, lambda_entropy=0.1), trunk_gradient=cfg.mtp.trunk_gradient)
         optimizer.zero_grad()
+        if mesh.world > 1: loss = loss / mesh.world                          # the sum of all is their mean
         loss.backward()
-        clip_grad_norm_(model.parameters(), **given(cfg, max_norm=1.0))
+        if mesh.world == 1: clip_grad_norm_(model.parameters(), **given(cfg, max_norm=1.0))
+        else: optimizer.clip_grad_norm_(**given(cfg, max_norm=1.0))          # the norm of all processes together
         optimizer.step()
         scheduler.step()
-        model.end_step([routing.load_E for routing in routing_info])
-        if step % log_every == 0: print(f"Step {step}, Loss: {loss.item():.4f}, LR: {scheduler.get_last_lr()[0]:.2e}", flush=True)
-        if step % checkpoint_every == 0: save_checkpoint(model, optimizer, scheduler, step, args.out)
-        if step % histogram_every == 0: log_routing_histogram(routing_info)
+        model.end_step(sum_statistics_(model, [routing.load_E for routing in routing_info], mesh))
+        if step % log_every == 0:
+            loss = all_reduce_(loss.detach().clone(), mesh.dp_group, kind="report")
+            if mesh.rank == 0: print(f"Step {step}, Loss: {loss.item():.4f}, LR: {scheduler.get_last_lr()[0]:.2e}", flush=True)
+        if step % checkpoint_every == 0: save(mesh, model, optimizer, scheduler, step, args.out)
+        if step % histogram_every == 0 and mesh.rank == 0: log_routing_histogram(routing_info)
         if step + 1 == total_steps: break
-    print("Training complete")
+    if mesh.rank == 0: print("Training complete")
 
 
 def main():

@@ -21,7 +21,7 @@ from ..mtp.loss import DepthHeads, LogitsHandle
 from ..quant.fake import QuantPolicy, make_policy, quantize_model
 from ..quant.formats import BlockFormat
 
-# %% ../../nbs/42_model.hybrid.ipynb #5b816a1c
+# %% ../../nbs/42_model.hybrid.ipynb #6cb4a3df
 def add_norm(norm:RMSNorm, x:torch.Tensor, branch:Optional[torch.Tensor]=None, uses:int=1) -> tuple:
     "`(x + branch, its norm)`, the norm as often as it has `uses`, in one pass over memory; without a branch it is x that is normed."
     if branch is None: return x, *[norm(x)] * uses
@@ -46,7 +46,11 @@ class Layer(nn.Module):
     def feed_forward(self, x_BSD:torch.Tensor, branch_BSD:Optional[torch.Tensor]=None, mask_BS:Optional[torch.Tensor]=None) -> tuple:
         "The second half, from and to the same as `forward`."
         x_BSD, *us = add_norm(self.moe_norm, x_BSD, branch_BSD, uses=5)      # three for the mixture, two for the dense block, whose gradients the norm adds up
-        (y_BSD, routing), dense_BSD = self.moe(tuple(us[:3]), mask_BS), self.dense(tuple(us[3:]))
+        if hasattr(self.moe, "begin"):                                       # its experts answer from other processes: the dense block works meanwhile
+            going = self.moe.begin(tuple(us[:3]), mask_BS)
+            dense_BSD = self.dense(tuple(us[3:]))
+            y_BSD, routing = going.wait()
+        else: (y_BSD, routing), dense_BSD = self.moe(tuple(us[:3]), mask_BS), self.dense(tuple(us[3:]))
         if isinstance(self.moe_out_norm, nn.Identity): out_BSD = y_BSD + dense_BSD
         else: out_BSD = add_norm(self.moe_out_norm, y_BSD, dense_BSD)[1]
         return x_BSD, self.dropout(out_BSD), routing

@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #0944cb56
+# %% ../../nbs/73_train.loop.ipynb #0d48d4fb
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,15 @@ import torch
 from fastcore.basics import patch
 
 from ..backends import BackendError, choose_backends
+from ..comm.wire import Wire
+from ..comm.mesh import Mesh, Meter, all_reduce_, gather_objects, place, same_everywhere, start, stop
+from ..comm.settle import ShardedOptimizer
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
 from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_files, lock_folder, prepare_corpus, sha256_file
 from ..data.loader import Loader, PackedDataset, Stage
 from ..data.tokenizer import Tokenizer
 from ..model.hybrid import HybridSparseMoEModel, build_model, count_parameters
+from ..model.parallel import held_names, parallelize, revise_sites_everywhere, shares, sum_statistics_
 from ..model.router import begin_step, check_counts
 from ..mtp.loss import adamtp_loss, loss_positions, placed
 from ..optim.adamw8bit import AdamW8bit, MasterOptimizer
@@ -31,11 +35,11 @@ from ..optim.recut import blockwise_of
 from ..optim.schedule import CosineAnnealingWithWarmupAndRestart
 from ..quant.fake import block_formats, code_flip_rate, observing, revise_sites, set_block_formats, site_stats
 from ..quant.formats import scale_stats
-from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_state, set_rng_state, write_whole
+from .checkpoint import CheckpointError, checkpoint_steps, latest_checkpoint, load_state, prune_checkpoints, rng_state, save_part, set_rng_state, write_whole
 from .telemetry import MetricsLog, Progress, capture_env, collapse_warning, collapsed_layers, deterministic_algorithms, late_loads, load_summary, peak_memory_bytes, read_metrics, seed_everything, series
 from .validation import bigram_baseline, real_positions, validate as validate_model
 
-# %% ../../nbs/73_train.loop.ipynb #8393e812
+# %% ../../nbs/73_train.loop.ipynb #a30e448d
 class TrainingError(RuntimeError):
     "A run that cannot start or go on: one sentence with the reason and what to do."
 
@@ -44,8 +48,8 @@ def _decays(name:str) -> bool:
     leaf = name.rsplit(".", 1)[-1]
     return "norm" not in name and leaf not in ("bias", "b_in", "b_out")
 
-def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> "MasterOptimizer | MuonWithAdamW":
-    "The optimiser that `cfg.optim` asks for, on fp32 masters: AdamW with its kind of states, alone or beside Muon (SPEC O-01, Q-06, S-04)."
+def make_optimizer(model:HybridSparseMoEModel, cfg:Config, mesh:Optional[Mesh]=None) -> "MasterOptimizer | MuonWithAdamW | ShardedOptimizer":
+    "The optimiser that `cfg.optim` asks for, on fp32 masters: AdamW with its kind of states, alone or beside Muon (SPEC O-01, Q-06, S-04); in several processes shared out among them (C-02)."
     o = cfg.optim
     named = list(model.named_parameters())
     groups = [dict(params=[(n, p) for n, p in named if _decays(n)], weight_decay=o.weight_decay),
@@ -54,10 +58,14 @@ def make_optimizer(model:HybridSparseMoEModel, cfg:Config) -> "MasterOptimizer |
     if o.states == "fp32": adamw = partial(MasterOptimizer, inner_cls=torch.optim.AdamW, **kw)
     elif o.states == "bnb": adamw = partial(AdamW8bit, **kw, backend="bnb", block_size=o.block_size)
     else: adamw = partial(AdamW8bit, **kw, quant_map=o.states, block_size=o.block_size)
+    if mesh is not None and mesh.world > 1:
+        if o.matrices != "adamw": raise ConfigError(f"optim.matrices = {o.matrices!r} is for one process; in {mesh.world} set optim.matrices=adamw")
+        held = held_names(model)
+        return ShardedOptimizer(groups, adamw, mesh, is_expert=lambda name: name in held, wire=cfg.parallel.weights_wire, settle=cfg.parallel.settle)
     if o.matrices == "adamw": return adamw(groups)
     return MuonWithAdamW(groups, muon_pieces(model, per_head=o.matrices == "per_head_muon"), adamw, lr=o.peak_lr)
 
-# %% ../../nbs/73_train.loop.ipynb #ba7ecd76
+# %% ../../nbs/73_train.loop.ipynb #36255d6d
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -76,26 +84,34 @@ def _backends(cfg:Config, device) -> dict:
     except BackendError as e: raise TrainingError(f"{e}; set it to reference") from None
 
 class TrainState:
-    "All that a step changes: model, optimiser, schedule, data position, counters, random generators."
+    "All that a step changes: model, optimiser, schedule, data position, counters, random generators; of the processes of a `mesh`, this one's part."
     COUNTERS = ("step", "clipped", "positions", "pairs", "seconds")
 
-    def __init__(self, cfg:Config, steps:Resolved, data:PackedDataset, device:torch.device):
+    def __init__(self, cfg:Config, steps:Resolved, data:PackedDataset, device:torch.device, mesh:Optional[Mesh]=None):
         seed_everything(cfg.train.seed)
-        self.cfg, self.steps, self.device = cfg, steps, device
+        self.cfg, self.steps, self.device, p = cfg, steps, device, cfg.parallel
+        self.mesh = mesh or Mesh(0, 1, 0, device, 1, 0, 1)
         self.backends = _backends(cfg, device)
         with device: self.model = build_model(cfg).to(device)                  # initialised where it lives
-        self.optimizer = make_optimizer(self.model, cfg)
+        if self.mesh.world > 1:
+            same_everywhere("the choice of backends", self.backends, self.mesh.dp_group)
+            parallelize(self.model, self.mesh, p.shared, wire=Wire(p.dispatch_wire, p.combine_wire, p.gradient_wire))
+            torch.manual_seed(cfg.train.seed + self.mesh.rank)                 # what is drawn from here on is another thing on each rank
+        self.optimizer = make_optimizer(self.model, cfg, self.mesh)
         s = cfg.schedule
         self.scheduler = CosineAnnealingWithWarmupAndRestart(self.optimizer, steps.warmup, steps.steps, steps.restart, lr_final=s.final_lr,
                                                              qat_fraction=steps.qat / steps.steps, qat_factor=s.qat_factor)
-        self.loader = Loader(data, cfg.train.batch_sequences, cfg.train.seed, stages=stages_of(cfg, steps))
+        self.loader = Loader(data, cfg.train.batch_sequences // self.mesh.world, cfg.train.seed, self.mesh.rank, self.mesh.world, stages=stages_of(cfg, steps))
         self.step = self.clipped = self.positions = self.pairs = 0
         self.seconds = 0.0
 
     def state_dict(self) -> dict:
-        "Nested mapping of tensors and numbers; with it the next step is the same to the last bit."
-        blockwise = blockwise_of(self.optimizer)
-        return dict(model=dict(self.model.state_dict()), formats=block_formats(self.model), state_block=blockwise and blockwise.block_size,
+        "Nested mapping of tensors and numbers; with it the next step is the same to the last bit. In several processes, what this one has: its experts, and on the first rank all else of the model."
+        blockwise, model = blockwise_of(self.optimizer), dict(self.model.state_dict())
+        if self.mesh.rank:
+            parts = tuple(f"{name.rpartition('.')[0]}.experts." for name in shares(self.model))
+            model = {name: t for name, t in model.items() if name.startswith(parts)} if self.mesh.expert_dp_rank == 0 else {}
+        return dict(model=model, formats=block_formats(self.model), state_block=blockwise and blockwise.block_size,
                     optimizer=self.optimizer.state_dict(), scheduler=self.scheduler.state_dict(), loader=self.loader.state_dict(), rng=rng_state(),
                     backends=dict(self.backends, device=self.device.type), **{k: getattr(self, k) for k in self.COUNTERS})
 
@@ -103,17 +119,27 @@ class TrainState:
         "Continue from what `state_dict` returned, with the backends that it was computed with where the device is of the same kind."
         pinned = dict(state.get("backends", {}))
         if pinned.pop("device", None) == self.device.type: self.backends = choose_backends(self.device, pinned, strict=True)
-        if "formats" in state: set_block_formats(self.model, state["formats"], self.optimizer)
+        if state.get("formats", now := block_formats(self.model)) != now:
+            if self.mesh.world > 1: raise ValueError("its block formats changed during the run, and such a checkpoint goes on in one process only")
+            set_block_formats(self.model, state["formats"], self.optimizer)
         self.model.load_state_dict(state["model"])
         blockwise = blockwise_of(self.optimizer)
         if blockwise and state.get("state_block", blockwise.block_size) != blockwise.block_size: self.optimizer.set_block_size(state["state_block"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load_optimizer(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.loader.load_state_dict(state["loader"])
         for k in self.COUNTERS: setattr(self, k, state[k])
-        set_rng_state(state["rng"])
+        rng = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
+        if self.mesh.rank < len(rng): set_rng_state(rng[self.mesh.rank])
 
-# %% ../../nbs/73_train.loop.ipynb #99c66f15
+    def _load_optimizer(self, state:"dict | list") -> None:
+        "From the state of one process, or the list of several."
+        if isinstance(state, list) and self.mesh.world == 1:
+            groups = [dict(params=list(zip(g["param_names"], g["params"]))) for g in self.optimizer.param_groups]
+            ShardedOptimizer(groups, lambda _: self.optimizer, self.mesh).load_state_dict(state)
+        else: self.optimizer.load_state_dict(state)
+
+# %% ../../nbs/73_train.loop.ipynb #43038e4c
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -132,13 +158,27 @@ def _sums(loss, entropy, depths, routing) -> torch.Tensor:
     nats = depths.nll_K[0] if depths.rows_K else loss.new_zeros(())
     return torch.cat([torch.stack([x.detach().double() for x in (loss, entropy, nats)]), torch.stack([r.n_bad for r in routing]).double(), torch.stack([r.entropy_sum.detach() for r in routing]).double()])
 
-def _micro_batches(state:TrainState, tokens_BL, depth_BS, n_positions:int):
-    "Forward and backward of a global batch, which lies on the CPU, where all that the host must know of it is counted: `(sums of _sums, tokens, tokens that count, loads)`"
+class _Counts(NamedTuple):
+    "Of the batches of all processes"
+    positions: int         # with a next token
+    real: int              # tokens that are no padding, at least 1
+    tokens: int
+    depths: list           # positions by depth
+
+def _count(state:TrainState, tokens_BL, depth_BS, mask_BS) -> _Counts:
+    "What must be known before the first product, counted on the CPU"
+    depths = torch.bincount(depth_BS.flatten(), minlength=state.cfg.mtp.max_depth + 1)
+    counts = torch.cat([torch.tensor([loss_positions(tokens_BL, depth_BS), int(mask_BS.sum()), mask_BS.numel()]), depths])
+    if state.mesh.world > 1: counts = all_reduce_(counts, state.mesh.dp_group, kind="counts")
+    positions, real, tokens, *depths = counts.tolist()
+    return _Counts(positions, max(1, real), tokens, depths)
+
+def _micro_batches(state:TrainState, tokens_BL, depth_BS, mask_BS, counts:_Counts):
+    "Forward and backward of this process's batch, which lies on the CPU: `(sums of _sums, loads)`"
     cfg, model, micro, S = state.cfg, state.model, state.cfg.train.micro_batch_sequences, depth_BS.shape[1]
-    mask_BS = real_positions(tokens_BL[:, :S], state.loader.dataset)
-    n_tokens, sums, loads = max(1, int(mask_BS.sum())), [], None
+    n_positions, n_tokens, sums, loads = counts.positions, counts.real, [], None
     for tokens_bL, depth_bS, mask_bS in zip(tokens_BL.split(micro), depth_BS.split(micro), mask_BS.split(micro)):
-        handle, routing = model(placed(tokens_bL[:, :S], state.device), mask_BS=None if n_tokens == mask_BS.numel() else placed(mask_bS, state.device))
+        handle, routing = model(placed(tokens_bL[:, :S], state.device), mask_BS=None if n_tokens == counts.tokens else placed(mask_bS, state.device))
         loss, depths = adamtp_loss(handle.hidden, handle.unembed, handle.heads, tokens_bL, depth_bS, alpha=cfg.mtp.alpha, normalizer=max(1, n_positions), trunk_gradient=cfg.mtp.trunk_gradient, chunk=cfg.mtp.chunk, parts=True)
         entropy = sum(r.entropy_sum for r in routing) / (n_tokens * len(routing))
         total = loss + cfg.mtp.entropy_lambda * entropy
@@ -146,20 +186,22 @@ def _micro_batches(state:TrainState, tokens_BL, depth_BS, n_positions:int):
         total.backward()
         sums.append(_sums(loss, entropy, depths, routing))
         loads = [r.load_E for r in routing] if loads is None else [a + r.load_E for a, r in zip(loads, routing)]
-    return torch.stack(sums).sum(0), mask_BS.numel(), n_tokens, loads
+    return torch.stack(sums).sum(0), loads
 
-def _gradients(state:TrainState, tokens_BL, depth_BS, n_positions:int):
+def _gradients(state:TrainState, tokens_BL, depth_BS, mask_BS, counts:_Counts):
     "Gradients of a step, clipped: `(loss, entropy, next-token nats, norm before clipping, entropy a layer, loads)`; waits for the device, once. `TrainingError` where a number is not finite"
     try:
-        sums, n, n_tokens, loads = _micro_batches(state, tokens_BL, depth_BS, n_positions)
+        sums, loads = _micro_batches(state, tokens_BL, depth_BS, mask_BS, counts)
+        if state.mesh.world > 1: sums = all_reduce_(sums, state.mesh.dp_group, kind="report")
+        sum_statistics_(state.model, loads, state.mesh)
         norm = state.optimizer.clip_grad_norm_(state.cfg.optim.clip_norm)
         norm, loss, entropy, nats, *by_layer = torch.cat([norm.double().reshape(1), sums]).tolist()
         bad_L, entropy_L = by_layer[:len(loads)], by_layer[len(loads):]
-        check_counts([int(b) for b in bad_L], n, [layer.moe.router.name for layer in state.model.layers])      # a GPU has not looked yet
+        check_counts([int(b) for b in bad_L], counts.tokens, [layer.moe.router.name for layer in state.model.layers])      # a GPU has not looked yet
     except ValueError as e: raise TrainingError(f"step {state.step + 1}: {e}; the update was not applied") from e
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TrainingError(f"step {state.step + 1}: loss {loss} and gradient norm {norm} are not both finite; the update was not applied")
-    return loss, entropy, nats, norm, [h / n_tokens for h in entropy_L], loads
+    return loss, entropy, nats, norm, [h / counts.real for h in entropy_L], loads
 
 def train_step(state:TrainState) -> StepResult:
     "Forward, backward and update on the next global batch; waits for its device once, before the update."
@@ -167,18 +209,18 @@ def train_step(state:TrainState) -> StepResult:
     begin_step(model)
     batch = next(state.loader)
     tokens_BL, depth_BS = batch.tokens_BL, batch.depth_BS.clamp(max=cfg.mtp.max_depth)
-    n_positions, lr = loss_positions(tokens_BL, depth_BS), state.scheduler.get_last_lr()[0]
+    mask_BS, lr = real_positions(tokens_BL[:, :depth_BS.shape[1]], state.loader.dataset), state.scheduler.get_last_lr()[0]
+    counts = _count(state, tokens_BL, depth_BS, mask_BS)
     with deterministic_algorithms(cfg.train.deterministic):
-        loss, entropy, nats, norm, entropy_L, loads = _gradients(state, tokens_BL, depth_BS, n_positions)
+        loss, entropy, nats, norm, entropy_L, loads = _gradients(state, tokens_BL, depth_BS, mask_BS, counts)
         state.optimizer.step()
         state.scheduler.step()
         state.optimizer.zero_grad(set_to_none=True)
         model.end_step(loads)
     state.step += 1
-    histogram = torch.bincount(depth_BS.flatten(), minlength=cfg.mtp.max_depth + 1).tolist()
-    pairs = sum(h * n for h, n in enumerate(histogram))
-    state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + n_positions, state.pairs + pairs
-    return StepResult(loss, nats / max(1, n_positions), entropy, norm, lr, n_positions, pairs, loads, entropy_L, histogram)
+    pairs = sum(h * n for h, n in enumerate(counts.depths))
+    state.clipped, state.positions, state.pairs = state.clipped + int(norm > cfg.optim.clip_norm), state.positions + counts.positions, state.pairs + pairs
+    return StepResult(loss, nats / max(1, counts.positions), entropy, norm, lr, counts.positions, pairs, loads, entropy_L, counts.depths)
 
 # %% ../../nbs/73_train.loop.ipynb #c395ad4a
 def _seconds_per_step(state:TrainState, seconds:float) -> float:
@@ -213,7 +255,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #d8070da2
+# %% ../../nbs/73_train.loop.ipynb #5f9fd2c4
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -267,13 +309,18 @@ def _same_config(asked:Config, stored:Config, run_dir:Path) -> None:
     differs = first_difference(asked, stored)
     if differs: raise ConfigError(f"cannot resume {run_dir} with another configuration: {differs}; drop the change or start a new run")
 
+class _Silent:
+    "What the other processes have in the place of the first one's records and progress."
+    def write(self, *args, **kw): pass
+    update = note = close = write
+
 class Run:
-    "A training run in a folder: start or resume it with `Run(...)`, then call `train()`."
-    def __init__(self, cfg:Config, run_dir, corpus_dir, resume:bool=False, progress_seconds:float=10.0):
-        self.dir, self.progress_seconds = Path(run_dir), progress_seconds
-        _one_process(cfg)
+    "A training run in a folder: start or resume it with `Run(...)`, then call `train()`. Of the processes of a `mesh` all make it, and the first writes its records."
+    def __init__(self, cfg:Config, run_dir, corpus_dir, resume:bool=False, progress_seconds:float=10.0, mesh:Optional[Mesh]=None):
+        self.dir, self.progress_seconds, self.mesh = Path(run_dir), progress_seconds, mesh or Mesh(0, 1, 0, pick_device(cfg), 1, 0, 1)
+        _fits(cfg, self.mesh.world)
         torch.set_flush_denormal(True)               # 8-bit second moments decay into denormals, which a CPU multiplies slowly
-        self.corpus, self.device = Corpus.open(corpus_dir, verify=True), pick_device(cfg)
+        self.corpus, self.device = Corpus.open(corpus_dir, verify=True), self.mesh.device
         self.checkpoints = self.dir / "checkpoints"
         if resume: cfg = self._stored_config(cfg)
         else: _no_run_in(self.dir)
@@ -286,7 +333,7 @@ class Run:
         self.cfg, self.steps = cfg, resolve(cfg)
         latest = latest_checkpoint(self.checkpoints) if resume else None
         try:
-            self.state = TrainState(cfg, self.steps, self.train_data, self.device)
+            self.state = TrainState(cfg, self.steps, self.train_data, self.device, self.mesh)
             if latest: self.state.load_state_dict(load_state(latest))
         except CheckpointError as e:
             earlier = checkpoint_steps(self.checkpoints)[:-1]
@@ -294,9 +341,21 @@ class Run:
         except (ValueError, ImportError, KeyError, RuntimeError) as e:
             if isinstance(e, ConfigError) or isinstance(e, RuntimeError) and not latest: raise
             raise TrainingError(f"{f'checkpoint {latest} cannot be continued' if latest else 'the run cannot start'}: {' '.join(str(e).split())[:300]}") from e
-        self.last_validation = ""
+        self.last_validation, self.meter, self.traffic, self.metered = "", Meter(), {}, 0
         self.finished = self.state.step == self.steps.steps and self._report() is not None
-        if not self.finished: self._open(resume, self.state.step or -1)
+        if not self.finished: self._begin(resume, self.state.step or -1)
+
+    def _begin(self, resume:bool, last_step:int) -> None:
+        "Open the records, in the first process; what keeps it from that ends all."
+        reason = None
+        if self.mesh.rank == 0:
+            try: self._open(resume, last_step)
+            except TrainingError as e:
+                if self.mesh.world == 1: raise
+                reason = str(e)
+        if self.mesh.world == 1: return
+        if reason := gather_objects(reason, self.mesh.dp_group)[0]: raise TrainingError(reason)
+        if self.mesh.rank: self.log, self.lock, self.best, self.saved = _Silent(), None, self._best() if resume else (math.inf, 0), self.state.step or None
 
     def _report(self) -> Optional[dict]:
         "The report of a run that has one; None where it is missing or damaged, and `finish` will write it again."
@@ -351,7 +410,7 @@ class Run:
         if self.lock is not None: os.close(self.lock)
         self.lock = None
 
-# %% ../../nbs/73_train.loop.ipynb #eed6e374
+# %% ../../nbs/73_train.loop.ipynb #9c778eea
 @patch
 def validate(self:Run, max_tokens:int):
     "Score the model on the validation split."
@@ -360,9 +419,10 @@ def validate(self:Run, max_tokens:int):
 @patch
 def save(self:Run) -> None:
     "Write a checkpoint of the current step, unless it is written already, and drop old ones."
-    if self.saved != self.state.step: save_state(self.checkpoints / f"step-{self.state.step}", self.state.state_dict())
+    m = self.mesh
+    if self.saved != self.state.step: save_part(self.checkpoints / f"step-{self.state.step}", self.state.state_dict(), m.rank, m.world, lambda reason: gather_objects(reason, m.dp_group))
     self.saved = self.state.step
-    self._prune()
+    if m.rank == 0: self._prune()
 
 @patch
 def _prune(self:Run) -> None:
@@ -390,7 +450,7 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     return dict(loads=[l.tolist() for l in result.loads], layer_entropy=result.layer_entropy, depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #ca15a4e9
+# %% ../../nbs/73_train.loop.ipynb #df44fe8c
 class _Stop:
     "Turns SIGINT and SIGTERM into a flag that is read between steps; with `at_once`, and at a second signal, into a KeyboardInterrupt."
     def __init__(self): self.signal, self.at_once = None, False
@@ -417,7 +477,7 @@ def train(self:Run) -> dict:
     "Train to the end (or to a signal) and return the report that is also written to `report.json`."
     s, st = self.state, self.steps
     if self.finished: return self._report()
-    with contextlib.closing(self), _Stop() as stop:
+    with contextlib.closing(self), _Stop() as stop, self.meter:
         try:
             self._steps(stop)
             stop.at_once = True
@@ -430,26 +490,59 @@ def train(self:Run) -> dict:
     raise TrainingError(f"{reason}; resume {self.dir} to go on from {newest.name if newest else 'the beginning, since it has no checkpoint yet'}")
 
 @patch
+def _take_traffic(self:Run, steps:int) -> dict:
+    "What this process sent in each of the last `steps` steps, {kind: {op, wire: calls, bytes, total and exposed ms}} (SPEC C-04); counted for the report as well."
+    found = {}
+    for t in self.meter.take():
+        numbers = dict(calls=t.calls, bytes=t.bytes, total_ms=t.total_ms, exposed_ms=t.exposed_ms)
+        found.setdefault(t.kind, {})[f"{t.op}, {t.wire}"] = {k: v / steps for k, v in numbers.items()}
+        sums = self.traffic.setdefault((t.kind, f"{t.op}, {t.wire}"), dict.fromkeys(numbers, 0.0))
+        for k, v in numbers.items(): sums[k] += v
+    self.metered += steps
+    return found
+
+@patch
+def _mean_traffic(self:Run) -> dict:
+    "`_take_traffic` over all steps that it saw"
+    found = {}
+    for (kind, how), sums in self.traffic.items(): found.setdefault(kind, {})[how] = {k: v / max(1, self.metered) for k, v in sums.items()}
+    return found
+
+@patch
+def _stopped(self:Run, stop:_Stop) -> bool:
+    "Whether a signal came, to any of the processes."
+    if self.mesh.world > 1: stop.signal = int(all_reduce_(torch.tensor([stop.signal or 0]), self.mesh.dp_group, op="max", kind="signal")) or None
+    return stop.signal is not None
+
+@patch
 def _steps(self:Run, stop:_Stop) -> None:
     "All steps that are left; `TrainingError` when a signal ended them."
     s, st = self.state, self.steps
-    progress, m, warned = Progress(st.steps, s.step, self.progress_seconds), self.cfg.model, False
+    progress, m, warned = Progress(st.steps, s.step, self.progress_seconds) if self.mesh.rank == 0 else _Silent(), self.cfg.model, False
     if s.step == 0: self._validation()
-    while s.step < st.steps and stop.signal is None:
+    stopped, counted = self._stopped(stop), 0
+    self.meter.take()
+    while s.step < st.steps and not stopped:
         n, start = s.step + 1, time.perf_counter()
         wants_histogram = n % st.histogram == 0 or n in (1, st.steps)
         before = [p.detach().clone() for p in self.tagged()] if wants_histogram else []
         with observing(s.model) if wants_histogram else contextlib.nullcontext(): result = train_step(s)
+        if n == st.steps and isinstance(s.optimizer, ShardedOptimizer): s.optimizer.flush(self.cfg.optim.clip_norm)      # what a stale run has not applied yet
         seconds = time.perf_counter() - start
-        s.seconds += seconds
+        s.seconds, counted = s.seconds + seconds, counted + 1
         if n % st.log == 0 or n in (1, st.steps):
-            self.log.write(n, **self.record(result, seconds))
+            comm, counted = self._take_traffic(counted), 0
+            self.log.write(n, **self.record(result, seconds), **({"comm": comm} if comm else {}))
             if not warned and (fallen := collapsed_layers(result.loads, m.top_k)): warned = progress.note(collapse_warning(fallen, n, m.n_routed, m.top_k)) or True
         if wants_histogram:
             record = self.histogram(before, result)
-            self.log.write(n, **record, sites_revised=revise_sites(s.model))
-        if n % st.validate == 0 or n == st.steps: self._validation()
-        if n % st.checkpoint == 0 or n == st.steps or stop.signal is not None: self.save()
+            self.log.write(n, **record, sites_revised=revise_sites_everywhere(s.model, self.mesh) if self.mesh.world > 1 else revise_sites(s.model))
+        if n % st.validate == 0 or n == st.steps:
+            self._validation()
+            self.meter.take()                              # which has traffic of its own
+            counted = 0
+        stopped = self._stopped(stop)
+        if n % st.checkpoint == 0 or n == st.steps or stopped: self.save()
         progress.update(n, time.perf_counter(), f"loss {result.loss:.3f}  next {result.next_token:.3f}  lr {result.lr:.2e}  grad {result.grad_norm:.2f}  {st.tokens_per_step / seconds:,.0f} tok/s{self.last_validation}")
     progress.close()
     if self.saved != s.step: self.save()
@@ -465,23 +558,25 @@ def _validation(self:Run) -> None:
         self.best = v.loss, self.state.step
         if self.cfg.train.keep_best: self.save()
 
-# %% ../../nbs/73_train.loop.ipynb #d772ad4e
+# %% ../../nbs/73_train.loop.ipynb #12a87337
 @patch
 def finish(self:Run) -> dict:
     "Final validation and `report.json` (DESIGN decision 10). `val_loss` scores the final weights on `final_val_tokens`; `best_val_loss` is the lowest of the validations on `val_tokens` along the way."
     s, st, cfg = self.state, self.steps, self.cfg
     final = self.validate(cfg.train.final_val_tokens)
+    if self.mesh.rank: return {}
+    with torch.device("meta"): parameters = count_parameters(build_model(cfg))
     bigram = bigram_baseline(self.corpus.bigram, self.val_data, cfg.train.final_val_tokens, self.corpus.tokenizer.token_bytes())
     report = dict(name=cfg.name, config_hash=config_hash(cfg), corpus=self.corpus.fingerprint, val_loss=final.loss, val_bits_per_byte=final.bits_per_byte, val_tokens=final.tokens,
                   best_val_loss=self.best[0] if self.best[1] else None, best_val_step=self.best[1],
                   bigram_loss=bigram.loss, bigram_bits_per_byte=bigram.bits_per_byte, steps=st.steps, tokens=st.steps * st.tokens_per_step, pairs=s.pairs,
                   seconds=s.seconds, tokens_per_s=st.steps * st.tokens_per_step / max(s.seconds, 1e-9), mean_depth=s.pairs / max(1, s.positions), clip_rate=s.clipped / st.steps,
-                  **load_summary(late_loads(read_metrics(self.dir), st.steps)), peak_memory_bytes=peak_memory_bytes(self.device), parameters=count_parameters(s.model))
+                  **load_summary(late_loads(read_metrics(self.dir), st.steps)), peak_memory_bytes=peak_memory_bytes(self.device), parameters=parameters, processes=self.mesh.world, comm=self._mean_traffic())
     write_whole(self.dir / "report.json", json.dumps(report, indent=1))
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #b3927d9e
+# %% ../../nbs/73_train.loop.ipynb #4c646ccf
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -518,7 +613,7 @@ def _resumed_config(run_dir, preset:Optional[str], overrides:list) -> Config:
 def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
     "What can be refused before a corpus is prepared."
     with torch.device("meta"): build_model(cfg)      # formats and globs, without memory or time
-    _one_process(cfg)
+    _fits(cfg, place()[1])
     _backends(cfg, pick_device(cfg))
     if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
     if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
@@ -535,8 +630,12 @@ def check_writable(folder:Path) -> None:
     except OSError as e: reason = e.strerror
     if reason: raise TrainingError(f"folder {folder} cannot be written: {reason}")
 
-def _one_process(cfg:Config) -> None:
-    if cfg.parallel.dp > 1: raise ConfigError(f"parallel.dp = {cfg.parallel.dp} needs {cfg.parallel.dp} processes and this run has one; set parallel.ep=1 parallel.dp=1")
+def _fits(cfg:Config, world:int) -> None:
+    "`ConfigError` where a configuration is for another number of processes."
+    n = cfg.parallel.dp
+    if n != world and world == 1: raise ConfigError(f"parallel.dp = {n} needs {n} processes and this run has one; set parallel.ep=1 parallel.dp=1, or start it with torchrun --nproc-per-node {n} -m hsmoe.cli")
+    if n != world: raise ConfigError(f"parallel.dp = {n} needs {n} processes and this run has {world}; set parallel.dp={world}, and parallel.ep to a divisor of it")
+    if world > 1 and parse_length(cfg.train.length).unit == "minutes": raise ConfigError("train.length in minutes is for one process, since each would time its own steps; give steps or tokens")
 
 def _no_run_in(run_dir:Path) -> None:
     if (run_dir / "config.yaml").exists() or latest_checkpoint(run_dir / "checkpoints"): raise TrainingError(f"{run_dir} already holds a run; resume it or choose another folder")
@@ -558,14 +657,18 @@ def run_training(preset:Optional[str]=None, overrides=(), *, run_dir=None, corpu
         if resume: raise ConfigError("a resumed run keeps the length it began with; leave minutes out")
         overrides.append(f"train.length={minutes:g} minutes")
     cfg = _resumed_config(run_dir, preset, overrides) if resume else load_config(preset or "tiny", overrides)
+    rank, world, _ = place()
     _refuse_early(cfg, run_dir, resume)
-    if corpus_dir is None: corpus_dir = _recorded_corpus(run_dir)["path"] if resume else ensure_corpus(cfg)
+    if corpus_dir is None: corpus_dir = _recorded_corpus(run_dir)["path"] if resume else ensure_corpus(cfg) if rank == 0 else corpus_dir_for(cfg)      # the others wait for the first
     elif not resume: _corpus_fits(Corpus.open(corpus_dir), cfg)
-    folder = Path(run_dir) if run_dir else new_run_dir(cfg)
-    try: Run(cfg, folder, corpus_dir, resume).train()
+    mesh = start(cfg.parallel.ep, cfg.train.device) if world > 1 else None
+    folder = Path(run_dir) if run_dir else new_run_dir(cfg) if rank == 0 else None
+    if mesh: folder = gather_objects(folder, mesh.dp_group)[0]
+    try: Run(cfg, folder, corpus_dir, resume, mesh=mesh).train()
     except BaseException:
-        if not run_dir: remove_empty(folder, folder.parent)
+        if not run_dir and rank == 0: remove_empty(folder, folder.parent)
         raise
+    if mesh: stop(mesh)
     return folder
 
 def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Config]:
