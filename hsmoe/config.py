@@ -116,7 +116,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #f92d4c5b
+# %% ../nbs/00_config.ipynb #0630c28c
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -149,6 +149,9 @@ class ParallelSection(Section):
     gradient_wire: Literal["native", "mxfp8"] = "native"             # gradients of both
     weights_wire: Literal["native", "packed"] = "native"             # new weights from their owners
     settle: Literal["exact", "stale"] = "exact"                      # stale: gradients are applied a step late (SPEC C-02)
+    replan_every: float = Field(0, ge=0)                             # experts are placed anew every so many steps, or this fraction of the run; 0: never (SPEC C-03)
+    routing_half_life: float = Field(1000, gt=0)                     # in steps: after so many a routed token counts half in a plan
+    topology: dict[str, str | int | float] = {}                      # wires between expert-parallel ranks, as `make_topology` takes them; empty: what the machine says
 
 class BackendsSection(Section):
     "Which implementation of an operation runs (DESIGN decision 3); \"auto\": the fastest that the device has and that agrees with the reference."
@@ -200,7 +203,7 @@ def to_steps(value:float, total:int) -> int:
     if value == 0: return 0
     return max(1, round(value * total)) if value < 1 else int(value)
 
-# %% ../nbs/00_config.ipynb #0007a552
+# %% ../nbs/00_config.ipynb #92869e9f
 class Resolved(NamedTuple):
     "The run in steps. `restart` is None for a single cosine."
     steps: int
@@ -212,6 +215,7 @@ class Resolved(NamedTuple):
     checkpoint: int
     validate: int
     tokens_per_step: int
+    replan: int             # 0: never
 
 def resolve(cfg:Config, steps:Optional[int]=None) -> Resolved:
     "Turn lengths and fractions into steps (SPEC O-01, T-03). `steps` must be given when the length is in minutes."
@@ -225,7 +229,7 @@ def resolve(cfg:Config, steps:Optional[int]=None) -> Resolved:
     every = lambda v: to_steps(v, steps)
     if every(sch.warmup) > steps: raise ConfigError(f"schedule.warmup = {sch.warmup:g} steps must not exceed the {steps} steps of the run")
     return Resolved(steps, every(sch.warmup), to_steps(sch.qat_fraction, steps), sch.restart_interval,
-                    every(tr.log_every), every(tr.histogram_every), every(tr.checkpoint_every), every(tr.validate_every), per_step)
+                    every(tr.log_every), every(tr.histogram_every), every(tr.checkpoint_every), every(tr.validate_every), per_step, every(cfg.parallel.replan_every))
 
 # %% ../nbs/00_config.ipynb #d0cad21b
 def _line_of(text:str, path:tuple) -> Optional[int]:
@@ -265,7 +269,7 @@ def _sentence(err:ValidationError, where:str, text:Optional[str]) -> str:
     if first["type"] == "missing": return f"{at}: key {key!r} is missing"
     return f"{at}: {key} = {first['input']!r} is not allowed: {_ALLOWED.get(first['type']) or first['msg'][0].lower() + first['msg'][1:]}"
 
-# %% ../nbs/00_config.ipynb #bc98fd8e
+# %% ../nbs/00_config.ipynb #91560f55
 def check(cfg:Config) -> Config:
     "Raise `ConfigError` for combinations that cannot be run; return `cfg`."
     m, d, t, p = cfg.model, cfg.data, cfg.train, cfg.parallel
@@ -276,6 +280,8 @@ def check(cfg:Config) -> Config:
     need(m.n_routed % p.ep == 0, f"model.n_routed = {m.n_routed} must be divisible by parallel.ep = {p.ep}")
     need(p.dp % p.ep == 0, f"parallel.dp = {p.dp} must be a multiple of parallel.ep = {p.ep}, since expert-parallel ranks are data-parallel ranks")
     need(m.position == "none" or m.head_dim % 2 == 0, f"model.head_dim = {m.head_dim} must be even for rotary positions")
+    need(not p.replan_every or p.settle == "exact", f"parallel.replan_every = {p.replan_every:g} needs parallel.settle = 'exact': gradients a step late would miss experts that moved")
+    need(not p.replan_every or cfg.optim.states != "bnb", f"parallel.replan_every = {p.replan_every:g} needs optim.states = 'dynamic', 'linear' or 'fp32'")
     need(d.seq_len <= m.max_seq_len, f"data.seq_len = {d.seq_len} must not exceed model.max_seq_len = {m.max_seq_len}")
     need(t.batch_sequences % p.dp == 0, f"train.batch_sequences = {t.batch_sequences} must be divisible by parallel.dp = {p.dp}")
     per_rank = t.batch_sequences // p.dp

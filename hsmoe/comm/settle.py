@@ -578,7 +578,7 @@ def _load_plain(self: ShardedOptimizer, state):
     self.local.load_state_dict(state)
     self._take_settings()
 
-# %% ../../nbs/62_comm.settle.ipynb #d51343a4
+# %% ../../nbs/62_comm.settle.ipynb #24983bc6
 @patch(as_prop=True)
 def inner(self: ShardedOptimizer):
     "The optimiser inside the local `MasterOptimizer`, or None."
@@ -609,6 +609,38 @@ def master_of(self: ShardedOptimizer, p):
             if rank == line.rank: rows.copy_(self.local.master_of(line.views[i]))
             broadcast_(rows, rank, line.group, kind="master")
     return whole
+
+@patch
+@torch.no_grad()
+def exchange_experts(self: ShardedOptimizer, name: str, slots: int, exchange: Callable) -> None:
+    """Lets `exchange(tensors)` change, in place, the order of `slots` experts in the master and the moments of a parameter; tensors are [slots, …]. For `comm.placement`.
+
+    All ranks that share the parameter call it together, since its parts are brought together first. Nothing is computed, except where a block of 8-bit moments
+    reaches from one expert to the next (biases): there moments are decoded to fp32 and encoded anew. A master that is the parameter itself is left to the caller."""
+    p = dict(self._named())[name]
+    line, i = self.place.get(p, (None, None))
+    own, finish = self._kept_of(self.owned[name], p.numel() // slots) if name in self.owned else ([], None)
+    if line is None:
+        if own: exchange([x.view(slots, -1) for x in own])
+    else:
+        sizes = gather_objects([(x.dtype, x.numel()) for x in own], line.group)
+        whole = []
+        for k, (dtype, _) in enumerate(next((some for some in sizes if some), [])):
+            mine = own[k].reshape(-1) if own else torch.empty(0, dtype=dtype, device=p.device)
+            whole.append((all_gather_rows(mine, line.group, counts := [some[k][1] if some else 0 for some in sizes], kind="migrate"), counts))
+        if whole: exchange([x.view(slots, -1) for x, _ in whole])
+        for x, (every, counts) in zip(own, whole): x.copy_(every.split(counts)[line.rank].view(x.shape))
+    if finish: finish()
+
+@patch
+def _kept_of(self: ShardedOptimizer, view, each: int):
+    "(tensors with the master and the moments of an owned view, whose experts have `each` elements; None, or what writes the moments back)"
+    master, inner = self.local.master_of(view), self.local.inner
+    own, state = [] if master is view else [master], inner.state.get(master, {})
+    if any(k.endswith("_code") for k in state) and each % inner.block_size:
+        moments = [m.contiguous() for m in inner.moments(master)]
+        return own + moments, lambda: inner.set_moments(master, *moments)
+    return own + [x for x in state.values() if isinstance(x, torch.Tensor) and x.ndim], None
 
 @patch
 def set_block_size(self: ShardedOptimizer, block_size: int):

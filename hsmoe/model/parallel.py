@@ -126,7 +126,7 @@ class HeldShared(_Held, SharedExperts):
         y = (_WideLinear.apply(self._own_blocks(h), self.w_out) + _wide(self.b_out).sum(0)) / self.n_total
         return self.shared_out(_SumPartials.apply(y, self.group, lengths).to(x.dtype))
 
-# %% ../../nbs/43_model.parallel.ipynb #5102b840
+# %% ../../nbs/43_model.parallel.ipynb #5178cd74
 class ParallelMoE(MoE):
     "A `MoE` whose routed experts live on several ranks, made of the parts of one that has them all"
     def __init__(self, whole: MoE, mesh: Mesh, shared: str = "replicated", wire: Wire = Wire()):
@@ -160,6 +160,11 @@ class ParallelMoE(MoE):
         return Going(finish)
 
     def forward(self, x_BSD, mask_BS=None): return self.begin(x_BSD, mask_BS).wait()
+
+    def set_experts(self, expert_J: torch.Tensor, rank: int) -> None:
+        "Which expert each slot holds from now on, int64 [E] in the order of ranks, and so which are `rank`'s. The caller moves their weights, between steps (SPEC C-03)"
+        self.dispatch.set_places(expert_J.argsort())
+        self.routed.numbers = expert_J.view(-1, self.routed.n_experts)[rank].tolist()
 
     def _unchosen(self, routing, mask_T, y_RD, rows):
         "As in `MoE`; what the experts here said is counted under their global numbers, and summed over ranks by `sum_statistics_`"

@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #0d48d4fb
+# %% ../../nbs/73_train.loop.ipynb #c1e73bad
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fastcore.basics import patch
 from ..backends import BackendError, choose_backends
 from ..comm.wire import Wire
 from ..comm.mesh import Mesh, Meter, all_reduce_, gather_objects, place, same_everywhere, start, stop
+from ..comm.placement import RoutingHistogram, find_topology, identity, in_order, make_placement, make_topology, migrate, replan, score
 from ..comm.settle import ShardedOptimizer
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
 from ..data.corpus import VERSION as CORPUS_VERSION, Corpus, CorpusError, list_files, lock_folder, prepare_corpus, sha256_file
@@ -65,7 +66,7 @@ def make_optimizer(model:HybridSparseMoEModel, cfg:Config, mesh:Optional[Mesh]=N
     if o.matrices == "adamw": return adamw(groups)
     return MuonWithAdamW(groups, muon_pieces(model, per_head=o.matrices == "per_head_muon"), adamw, lr=o.peak_lr)
 
-# %% ../../nbs/73_train.loop.ipynb #36255d6d
+# %% ../../nbs/73_train.loop.ipynb #f931c770
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -98,6 +99,7 @@ class TrainState:
             parallelize(self.model, self.mesh, p.shared, wire=Wire(p.dispatch_wire, p.combine_wire, p.gradient_wire))
             torch.manual_seed(cfg.train.seed + self.mesh.rank)                 # what is drawn from here on is another thing on each rank
         self.optimizer = make_optimizer(self.model, cfg, self.mesh)
+        self._begin_placement()
         s = cfg.schedule
         self.scheduler = CosineAnnealingWithWarmupAndRestart(self.optimizer, steps.warmup, steps.steps, steps.restart, lr_final=s.final_lr,
                                                              qat_fraction=steps.qat / steps.steps, qat_factor=s.qat_factor)
@@ -105,14 +107,22 @@ class TrainState:
         self.step = self.clipped = self.positions = self.pairs = 0
         self.seconds = 0.0
 
+    def _begin_placement(self) -> None:
+        "Expert e of E in slot e of the expert-parallel ranks, if there are several, and a count of tokens where experts are to be placed anew (SPEC C-03)."
+        p, L, E = self.cfg.parallel, len(self.model.layers), self.cfg.model.n_routed
+        self.placements = [identity(E, self.mesh.ep)] * L if self.mesh.ep > 1 else None
+        self.routed = RoutingHistogram(L, E, p.routing_half_life, self.device) if p.replan_every and self.placements else None
+        if self.routed: self.distance_PP = find_topology(p.topology, self.mesh).distance()
+
     def state_dict(self) -> dict:
-        "Nested mapping of tensors and numbers; with it the next step is the same to the last bit. In several processes, what this one has: its experts, and on the first rank all else of the model."
+        "Nested mapping of tensors and numbers; with it the next step is the same to the last bit. In several processes, what this one has: its experts, and on the first rank all else of the model. Where experts are placed anew, all processes ask together."
         blockwise, model = blockwise_of(self.optimizer), dict(self.model.state_dict())
         if self.mesh.rank:
             parts = tuple(f"{name.rpartition('.')[0]}.experts." for name in shares(self.model))
             model = {name: t for name, t in model.items() if name.startswith(parts)} if self.mesh.expert_dp_rank == 0 else {}
         return dict(model=model, formats=block_formats(self.model), state_block=blockwise and blockwise.block_size,
                     optimizer=self.optimizer.state_dict(), scheduler=self.scheduler.state_dict(), loader=self.loader.state_dict(), rng=rng_state(),
+                    placement=self.placements and [p.expert_J.tolist() for p in self.placements], routed=self.routed and self.routed.by_rank(self.mesh),
                     backends=dict(self.backends, device=self.device.type), **{k: getattr(self, k) for k in self.COUNTERS})
 
     def load_state_dict(self, state:dict) -> None:
@@ -122,24 +132,38 @@ class TrainState:
         if state.get("formats", now := block_formats(self.model)) != now:
             if self.mesh.world > 1: raise ValueError("its block formats changed during the run, and such a checkpoint goes on in one process only")
             set_block_formats(self.model, state["formats"], self.optimizer)
+        self._load_placement(state.get("placement"), state.get("routed"))
         self.model.load_state_dict(state["model"])
         blockwise = blockwise_of(self.optimizer)
         if blockwise and state.get("state_block", blockwise.block_size) != blockwise.block_size: self.optimizer.set_block_size(state["state_block"])
-        self._load_optimizer(state["optimizer"])
+        self._load_optimizer(state["optimizer"], state.get("placement"))
+        if state.get("placement") and not self.placements: self.model.load_state_dict(state["model"])      # once more: masters were written to it in the order of slots
         self.scheduler.load_state_dict(state["scheduler"])
         self.loader.load_state_dict(state["loader"])
         for k in self.COUNTERS: setattr(self, k, state[k])
         rng = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
         if self.mesh.rank < len(rng): set_rng_state(rng[self.mesh.rank])
 
-    def _load_optimizer(self, state:"dict | list") -> None:
-        "From the state of one process, or the list of several."
+    def _load_placement(self, expert_LJ:Optional[list], routed:Optional[torch.Tensor]) -> None:
+        "Experts in the slots that a checkpoint says; counts of tokens only from as many processes, others begin anew."
+        if self.placements:
+            E, ep = self.cfg.model.n_routed, self.mesh.ep
+            self.placements = [make_placement(expert_J, ep, E) for expert_J in expert_LJ or [range(E)] * len(self.placements)]
+            for layer, p in zip(self.model.layers, self.placements): layer.moe.set_experts(p.expert_J, self.mesh.ep_rank)
+        if self.routed:
+            tokens_LE = self.routed.tokens_LE
+            tokens_LE.copy_(routed[self.mesh.rank] if routed is not None and len(routed) == self.mesh.world else torch.zeros_like(tokens_LE))
+
+    def _load_optimizer(self, state:"dict | list", expert_LJ:Optional[list]) -> None:
+        "From the state of one process, or the list of several, whose rows of experts are in the slots of a placement."
+        optimizer = self.optimizer
         if isinstance(state, list) and self.mesh.world == 1:
             groups = [dict(params=list(zip(g["param_names"], g["params"]))) for g in self.optimizer.param_groups]
-            ShardedOptimizer(groups, lambda _: self.optimizer, self.mesh).load_state_dict(state)
-        else: self.optimizer.load_state_dict(state)
+            optimizer = ShardedOptimizer(groups, lambda _: self.optimizer, self.mesh)
+        optimizer.load_state_dict(state)
+        if expert_LJ and not self.placements: in_order(self.model, optimizer, expert_LJ, self.mesh)
 
-# %% ../../nbs/73_train.loop.ipynb #43038e4c
+# %% ../../nbs/73_train.loop.ipynb #b26befd5
 class StepResult(NamedTuple):
     "What a step reports. `loss` is the multi-token loss of SPEC A-02 without the entropy term; `entropy` is nats a token, mean over layers."
     loss: float
@@ -192,6 +216,7 @@ def _gradients(state:TrainState, tokens_BL, depth_BS, mask_BS, counts:_Counts):
     "Gradients of a step, clipped: `(loss, entropy, next-token nats, norm before clipping, entropy a layer, loads)`; waits for the device, once. `TrainingError` where a number is not finite"
     try:
         sums, loads = _micro_batches(state, tokens_BL, depth_BS, mask_BS, counts)
+        if state.routed: state.routed.update(loads)                            # of this process, before they are summed
         if state.mesh.world > 1: sums = all_reduce_(sums, state.mesh.dp_group, kind="report")
         sum_statistics_(state.model, loads, state.mesh)
         norm = state.optimizer.clip_grad_norm_(state.cfg.optim.clip_norm)
@@ -450,7 +475,33 @@ def histogram(self:Run, before:list, result:StepResult) -> dict:
     return dict(loads=[l.tolist() for l in result.loads], layer_entropy=result.layer_entropy, depth_histogram=result.depth_histogram, code_flip_rate=float(np.mean(flips)) if flips else 0.0, **shares, sites=sites,
                 sites_saturated=max((s["saturated"] for s in sites.values()), default=0.0))
 
-# %% ../../nbs/73_train.loop.ipynb #df44fe8c
+# %% ../../nbs/73_train.loop.ipynb #b9e2c64f
+@patch
+def _replan(self:Run) -> None:
+    "Experts where the tokens counted want them; all processes together (SPEC C-03)."
+    s, begin = self.state, time.perf_counter()
+    old, tokens_LPE = s.placements, s.routed.gathered(s.mesh)
+    new = replan(s.routed, s.distance_PP, old, s.mesh)
+    planned = time.perf_counter()
+    with Meter() as meter:
+        moved = migrate(s.model, s.optimizer, old, new, s.mesh)
+        if s.device.type == "cuda": torch.cuda.synchronize(s.device)
+        sent = sum(t.bytes for t in meter.take() if t.kind == "migrate")
+    s.placements, ended = new, time.perf_counter()
+    def judged(placements):
+        scores = [score(p, t, s.distance_PP) for p, t in zip(placements, tokens_LPE)]
+        return sum(x.cost for x in scores), max(x.max_over_mean for x in scores)
+    (cost, worst), (new_cost, new_worst) = judged(old), judged(new)
+    self.log.write(s.step, replan=dict(moved=moved, cost_before=cost, cost_after=new_cost, max_over_mean_before=worst, max_over_mean_after=new_worst,
+                                       plan_ms=1e3 * (planned - begin), migrate_ms=1e3 * (ended - planned), bytes=sent))
+
+@patch
+def _replan_report(self:Run) -> Optional[dict]:
+    "Totals of the run's replans; None where there was none."
+    found = [r["replan"] for r in read_metrics(self.dir) if "replan" in r]
+    return dict(times=len(found), **{k: sum(r[k] for r in found) for k in ("moved", "cost_before", "cost_after", "plan_ms", "migrate_ms", "bytes")}) if found else None
+
+# %% ../../nbs/73_train.loop.ipynb #8663b2c6
 class _Stop:
     "Turns SIGINT and SIGTERM into a flag that is read between steps; with `at_once`, and at a second signal, into a KeyboardInterrupt."
     def __init__(self): self.signal, self.at_once = None, False
@@ -541,6 +592,10 @@ def _steps(self:Run, stop:_Stop) -> None:
             self._validation()
             self.meter.take()                              # which has traffic of its own
             counted = 0
+        if s.routed and n % st.replan == 0 and n < st.steps:
+            self._replan()
+            self.meter.take()                              # as above
+            counted = 0
         stopped = self._stopped(stop)
         if n % st.checkpoint == 0 or n == st.steps or stopped: self.save()
         progress.update(n, time.perf_counter(), f"loss {result.loss:.3f}  next {result.next_token:.3f}  lr {result.lr:.2e}  grad {result.grad_norm:.2f}  {st.tokens_per_step / seconds:,.0f} tok/s{self.last_validation}")
@@ -558,7 +613,7 @@ def _validation(self:Run) -> None:
         self.best = v.loss, self.state.step
         if self.cfg.train.keep_best: self.save()
 
-# %% ../../nbs/73_train.loop.ipynb #12a87337
+# %% ../../nbs/73_train.loop.ipynb #879e3b1f
 @patch
 def finish(self:Run) -> dict:
     "Final validation and `report.json` (DESIGN decision 10). `val_loss` scores the final weights on `final_val_tokens`; `best_val_loss` is the lowest of the validations on `val_tokens` along the way."
@@ -571,12 +626,13 @@ def finish(self:Run) -> dict:
                   best_val_loss=self.best[0] if self.best[1] else None, best_val_step=self.best[1],
                   bigram_loss=bigram.loss, bigram_bits_per_byte=bigram.bits_per_byte, steps=st.steps, tokens=st.steps * st.tokens_per_step, pairs=s.pairs,
                   seconds=s.seconds, tokens_per_s=st.steps * st.tokens_per_step / max(s.seconds, 1e-9), mean_depth=s.pairs / max(1, s.positions), clip_rate=s.clipped / st.steps,
-                  **load_summary(late_loads(read_metrics(self.dir), st.steps)), peak_memory_bytes=peak_memory_bytes(self.device), parameters=parameters, processes=self.mesh.world, comm=self._mean_traffic())
+                  **load_summary(late_loads(read_metrics(self.dir), st.steps)), peak_memory_bytes=peak_memory_bytes(self.device), parameters=parameters,
+                  processes=self.mesh.world, comm=self._mean_traffic(), replan=self._replan_report())
     write_whole(self.dir / "report.json", json.dumps(report, indent=1))
     self.log.write(st.steps, final_val_loss=final.loss, bigram_loss=bigram.loss)
     return report
 
-# %% ../../nbs/73_train.loop.ipynb #4c646ccf
+# %% ../../nbs/73_train.loop.ipynb #18056812
 def corpus_options(cfg:Config) -> dict:
     "Keyword arguments of `prepare_corpus` that `cfg` asks for."
     d, m = cfg.data, cfg.mtp
@@ -614,6 +670,7 @@ def _refuse_early(cfg:Config, run_dir, resume:bool) -> None:
     "What can be refused before a corpus is prepared."
     with torch.device("meta"): build_model(cfg)      # formats and globs, without memory or time
     _fits(cfg, place()[1])
+    if cfg.parallel.topology and cfg.parallel.ep > 1: make_topology(cfg.parallel.topology, cfg.parallel.ep)
     _backends(cfg, pick_device(cfg))
     if parse_length(cfg.train.length).unit != "minutes": resolve(cfg)
     if cfg.optim.states == "bnb" and importlib.util.find_spec("bitsandbytes") is None: raise TrainingError("optim.states = 'bnb' needs the package bitsandbytes; install it or choose dynamic")
