@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PEAK_TFLOPS', 'GIB', 'VARIANTS', 'GROUPS', 'RANGES', 'BOUNDS', 'token_flops', 'peak_tflops', 'expected_bytes',
            'say_bytes', 'memory_of', 'check_fits', 'held_by_kind', 'Timed', 'wait_for', 'release', 'bench_state',
-           'clock', 'time_steps', 'with_overrides', 'variants_of', 'time_variants', 'named_ranges', 'trace_steps',
+           'step_clock', 'time_steps', 'with_overrides', 'variants_of', 'time_variants', 'named_ranges', 'trace_steps',
            'named_group', 'Profile', 'read_trace', 'PlainLayer', 'PlainModel', 'plain_backward', 'plain_step', 'Plain',
            'time_plain', 'is_full', 'rate_tflops', 'step_rows']
 
@@ -105,7 +105,7 @@ def held_by_kind(state: TrainState) -> dict:
         parts["masters"] += master.nbytes if (master := state.optimizer.master_of(p)) is not p else 0
     return dict(parts, moments=state.optimizer.state_bytes())
 
-# %% ../nbs/87_speed_step.ipynb #07db80f7
+# %% ../nbs/87_speed_step.ipynb #2de30713
 class Timed(NamedTuple):
     "Steps that were timed: seconds of each, tokens of one, what each reported, bytes at the peak (None on a CPU)."
     seconds: list
@@ -139,7 +139,7 @@ def bench_state(cfg: Config, corpus: Corpus, device) -> TrainState:
     release()                                                             # what initialisation took
     return state
 
-def clock(device) -> tuple[Callable, Callable]:
+def step_clock(device) -> tuple[Callable, Callable]:
     "`(mark, between)`: `mark()` notes the present, `between(a, b)` is the seconds from one note to another; on a GPU from the end of all that it was given before the one to that before the other."
     if torch.device(device).type == "cpu": return time.perf_counter, lambda a, b: b - a
     def mark():
@@ -151,7 +151,7 @@ def clock(device) -> tuple[Callable, Callable]:
 def time_steps(state: TrainState, steps: int, warmup: int) -> Timed:
     "`steps` calls of `train_step` after `warmup` that only count for the peak of memory; nothing waits for the device that does not in a run."
     marks, results, device = [], [], state.device
-    mark, between = clock(device)
+    mark, between = step_clock(device)
     if device.type == "cuda": torch.cuda.reset_peak_memory_stats(device)
     for i in range(warmup + steps):
         if i >= warmup: marks.append(mark())

@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     except ImportError as e: parallel_state, why_no_megatron = None, e
 
 from hsmoe.cli import USER_ERRORS
-from hsmoe.comm.mesh import Mesh, all_reduce_, gather_objects, place, start
+from hsmoe.comm.mesh import all_reduce_, gather_objects, place, single, start
 from hsmoe.comm.settle import ShardedOptimizer
 from hsmoe.config import ConfigError, apply_overrides, load_config, resolve
 from hsmoe.data.corpus import Corpus
@@ -129,7 +129,7 @@ def arguments():
 def init_distributed(cfg, device):
     "Process group first, before model and optimiser (SPEC T-07); then Megatron's groups, where it is installed. `comm.mesh.start` makes both where there are several processes."
     if place()[1] > 1: return start(cfg.parallel.ep, device.type)
-    alone = Mesh(0, 1, 0, device, 1, 0, 1)
+    alone = single(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ: dist.init_process_group(backend=backend)
     else: dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)

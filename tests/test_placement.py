@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hsmoe.comm.mesh import Mesh, run_ranks
+from hsmoe.comm.mesh import run_ranks, single
 from hsmoe.comm.placement import (Move, RoutingHistogram, copies_of, copy_moves, greedy, identity, make_placement, make_topology, migrate_, owner_moves, parse_topo, place,
                                   replan, score, sinkhorn, slots_of)
 from hsmoe.comm.placement import _arranged, _objective, _shares
 from hsmoe.config import ConfigError
 
-ALONE = Mesh(0, 1, 0, torch.device("cpu"), 1, 0, 1)
+ALONE = single("cpu")
 WIRE = dict(bandwidth_GB_s=900, latency_us=1)
 NODES = dict(WIRE, kind="nodes", inter_bandwidth_GB_s=50, inter_latency_us=5)
 few = settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hsmoe.comm import settle
-from hsmoe.comm.mesh import Mesh, Meter, gather_objects, run_ranks, start, stop
+from hsmoe.comm.mesh import Mesh, Meter, gather_objects, run_ranks, single, start, stop
 from hsmoe.comm.settle import ShardedOptimizer
 from hsmoe.comm.shards import matrix_of
 from hsmoe.optim.adamw8bit import AdamW8bit, MasterOptimizer, grads_of
@@ -19,7 +19,7 @@ from hsmoe.quant.fake import write_compute_
 from hsmoe.quant.formats import BlockFormat, qdq
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-ALONE = Mesh(0, 1, 0, torch.device("cpu"), 1, 0, 1)
+ALONE = single("cpu")
 #         name, shape, format, dtype
 WEIGHTS = [("embed.weight", (300, 40), None, F32), ("a.norm", (70,), None, F32), ("a.o.weight", (128, 128), "nvfp4:8x8", BF16), ("a.row.weight", (112, 96), "nvfp4:1x16", F32),
            ("a.big.weight", (160, 64), "nvfp4:16x16", BF16), ("a.odd.weight", (205, 64), "nvfp4:8x8", BF16), ("a.wide.weight", (8, 640), None, F32), ("a.tail.weight", (200, 65), None, BF16),

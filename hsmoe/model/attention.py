@@ -7,7 +7,7 @@ __all__ = ['SOFTMAX_MODES', 'ATTENTION', 'RMSNorm', 'rope_table', 'apply_rope', 
            'quantized_attention', 'KVCache', 'reference_attend', 'triton_attend', 'attention_sites',
            'attention_differs', 'stacked_linear', 'Attention']
 
-# %% ../../nbs/30_model.attention.ipynb #61924104
+# %% ../../nbs/30_model.attention.ipynb #0b1acac3
 import math
 from functools import lru_cache, partial
 
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..backends import Operation
 from .flash import AttentionSites, flash_attention, turned, why_declined, why_not_flash
 from .hopper import dense_dw
-from .network import _gradient, _into_sum, linear
+from .network import _into_sum, _product_gradient, linear
 from .pointwise import POINTWISE, _acc
 from ..quant.fake import QuantSite, fake_quant
 from ..quant.formats import BlockFormat
@@ -301,7 +301,7 @@ def _check_attend(run, device):
 ATTENTION = Operation("attention", reference_attend, _check_attend)
 ATTENTION.add("triton", triton_attend, why_not_flash)
 
-# %% ../../nbs/30_model.attention.ipynb #e200f70a
+# %% ../../nbs/30_model.attention.ipynb #70f88fc3
 def _one_matrix(ts):
     "fp32 matrices that lie one below the other in one storage as one matrix, or None"
     first = end = ts[0]
@@ -335,9 +335,7 @@ class _Stacked(torch.autograd.Function):
             if (whole := _one_matrix(sums)) is not None:
                 dense_dw(p, q, whole, True)
                 return dx, *[None] * len(ws)
-        def gradient(w, p):
-            return _gradient(w, lambda into, add, dtype: dense_dw(p, q, torch.empty(w.shape, dtype=dtype, device=w.device) if into is None else into, add))
-        return dx, *(gradient(w, p) if needed else None for w, p, needed in zip(ws, p.split(sizes, 1), of_w))
+        return dx, *(_product_gradient(w, p, q) if needed else None for w, p, needed in zip(ws, p.split(sizes, 1), of_w))
 
 def stacked_linear(x, ws) -> torch.Tensor:
     "x wᵀ of [..., D] and each [N, D] of ws, side by side, by one product; weights with `fp32_sum` get their gradients in fp32, as in `hsmoe.model.network.linear`"

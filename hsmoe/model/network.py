@@ -159,7 +159,11 @@ def _by_products(choose):
         return y_RD if inside is out else _rounded(y_RD, out)
     return run
 
-# %% ../../nbs/28_model.network.ipynb #4f176430
+# %% ../../nbs/28_model.network.ipynb #d5ee161a
+def _product_gradient(w, p, q):
+    "`_gradient` of a dense weight w whose gradient is pᵀ q"
+    return _gradient(w, lambda into, add, dtype: dense_dw(p, q, torch.empty(w.shape, dtype=dtype, device=w.device) if into is None else into, add))
+
 class _Linear(torch.autograd.Function):
     "`F.linear` without a bias, the weight's gradient added to its fp32 sum"
     @staticmethod
@@ -172,8 +176,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,), w = ctx.saved_tensors, ctx.w
         p, q = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        def make(into, add, dtype): return dense_dw(p, q, torch.empty(w.shape, dtype=dtype, device=w.device) if into is None else into, add)
-        return dy @ w if ctx.needs_input_grad[0] else None, _gradient(w, make) if ctx.needs_input_grad[1] else None
+        return dy @ w if ctx.needs_input_grad[0] else None, _product_gradient(w, p, q) if ctx.needs_input_grad[1] else None
 
 def linear(x, w) -> torch.Tensor:
     "x wᵀ of [..., D] and [N, D]; a weight with `fp32_sum` gets its gradient in fp32, as in `Experts`"

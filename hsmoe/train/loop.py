@@ -7,7 +7,7 @@ __all__ = ['TrainingError', 'make_optimizer', 'pick_device', 'stages_of', 'Train
            'datasets', 'new_run_dir', 'remove_empty', 'run_corpus', 'run_tokenizer', 'Run', 'corpus_options',
            'corpus_dir_for', 'ensure_corpus', 'check_writable', 'run_training', 'load_run']
 
-# %% ../../nbs/73_train.loop.ipynb #c1e73bad
+# %% ../../nbs/73_train.loop.ipynb #3dd9369e
 import contextlib, datetime, hashlib, importlib.util, itertools, json, math, os, signal, time
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from fastcore.basics import patch
 
 from ..backends import BackendError, choose_backends
 from ..comm.wire import Wire
-from ..comm.mesh import Mesh, Meter, all_reduce_, gather_objects, place, same_everywhere, start, stop
+from ..comm.mesh import Mesh, Meter, all_reduce_, gather_objects, place, same_everywhere, single, start, stop
 from ..comm.placement import RoutingHistogram, find_topology, identity, in_order, make_placement, make_topology, migrate, replan, score
 from ..comm.settle import ShardedOptimizer
 from ..config import Config, ConfigError, Resolved, apply_overrides, config_hash, first_difference, from_dict, load_config, parse_length, resolve, save_config, to_dict
@@ -66,7 +66,7 @@ def make_optimizer(model:HybridSparseMoEModel, cfg:Config, mesh:Optional[Mesh]=N
     if o.matrices == "adamw": return adamw(groups)
     return MuonWithAdamW(groups, muon_pieces(model, per_head=o.matrices == "per_head_muon"), adamw, lr=o.peak_lr)
 
-# %% ../../nbs/73_train.loop.ipynb #f931c770
+# %% ../../nbs/73_train.loop.ipynb #c946b769
 def pick_device(cfg:Config) -> torch.device:
     "The device of a run: as configured, or a GPU where one is there."
     kind = cfg.train.device
@@ -91,7 +91,7 @@ class TrainState:
     def __init__(self, cfg:Config, steps:Resolved, data:PackedDataset, device:torch.device, mesh:Optional[Mesh]=None):
         seed_everything(cfg.train.seed)
         self.cfg, self.steps, self.device, p = cfg, steps, device, cfg.parallel
-        self.mesh = mesh or Mesh(0, 1, 0, device, 1, 0, 1)
+        self.mesh = mesh or single(device)
         self.backends = _backends(cfg, device)
         with device: self.model = build_model(cfg).to(device)                  # initialised where it lives
         if self.mesh.world > 1:
@@ -280,7 +280,7 @@ def datasets(cfg:Config, corpus:Corpus) -> tuple[PackedDataset, PackedDataset]:
     return (PackedDataset(corpus.split("train"), cfg.data.seq_len, lookahead=cfg.mtp.max_depth),
             PackedDataset(corpus.split("val"), cfg.data.seq_len, lookahead=1))
 
-# %% ../../nbs/73_train.loop.ipynb #5f9fd2c4
+# %% ../../nbs/73_train.loop.ipynb #d2176911
 def new_run_dir(cfg:Config, root="runs") -> Path:
     "Make `runs/<date>-<name>`, with a number behind it where that exists, and return it; of two processes each gets its own."
     base = Path(root) / f"{datetime.date.today().isoformat()}-{cfg.name}"
@@ -342,7 +342,7 @@ class _Silent:
 class Run:
     "A training run in a folder: start or resume it with `Run(...)`, then call `train()`. Of the processes of a `mesh` all make it, and the first writes its records."
     def __init__(self, cfg:Config, run_dir, corpus_dir, resume:bool=False, progress_seconds:float=10.0, mesh:Optional[Mesh]=None):
-        self.dir, self.progress_seconds, self.mesh = Path(run_dir), progress_seconds, mesh or Mesh(0, 1, 0, pick_device(cfg), 1, 0, 1)
+        self.dir, self.progress_seconds, self.mesh = Path(run_dir), progress_seconds, mesh or single(pick_device(cfg))
         _fits(cfg, self.mesh.world)
         torch.set_flush_denormal(True)               # 8-bit second moments decay into denormals, which a CPU multiplies slowly
         self.corpus, self.device = Corpus.open(corpus_dir, verify=True), self.mesh.device
