@@ -212,6 +212,7 @@ def test_a_run_warns_once(small_overrides, small_corpus, tmp_path, capsys):
 
 def test_the_bench_page_says_what_its_trials_say(tmp_path, monkeypatch):
     "Losses and loads that are known: `topk` is better in loss, `quantile` ties and has the lowest load, `bias 0.02` has a low load and is worse."
+    pytest.importorskip("IPython", reason="the page shows tables")
     losses, loads = {"topk": 1.9, "none": 1.999, "bias 0.02": 2.1, "z-loss 0.01": 2.2}, {"quantile": 1.1, "bias 0.02": 1.05, "none": 4.0}
     def write(asked, _):
         with open("trials.jsonl", "w") as file:

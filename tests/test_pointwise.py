@@ -275,10 +275,7 @@ def test_at_sizes_of_the_model():
     for f, r, args in ((TRITON.norm, REFERENCE.norm, (x, w, 1e-6)), (TRITON.gated, REFERENCE.gated, (g, u, SITES[1]))):
         for a, b in zip(taken(lambda p, q: f(p, q, args[2]), args[:2], args[0]), taken(lambda p, q: r(p, q, args[2]), args[:2], args[0])):
             assert ((a.double() - b.double()).abs() <= 2.0**-7 * b.double().abs() + 1e-5 * b.double().abs().max()).all()
-    for used in ("sum norm", "norm"):
-        got, given = added(BF16, 16400, 1536, used, TRITON.add_norm)
-        want, _ = added(BF16, 16400, 1536, used, REFERENCE.add_norm, leaves=given)
-        for a, b in zip(got, want): assert ((a.double() - b.double()).abs() <= 2.0**-7 * b.double().abs() + 1e-5 * b.double().abs().max()).all()
+    test_add_norm_against_float64_and_two_steps(16400, 1536, BF16)
 
 
 @needs_gpu

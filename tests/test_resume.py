@@ -16,7 +16,7 @@ STEPS = 40
 
 
 def start(run_dir, corpus, overrides, *extra):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "hsmoe.cli", "train", "--corpus", str(corpus), *extra, *overrides], env=env, cwd=run_dir.parent,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -319,8 +319,11 @@ class _Tiles(NamedTuple):
     n: int                   # at most
 
 def _tiles(like, R, offsets_E, M) -> _Tiles:
-    "The tiles of M rows; kept with offsets_E, which forward and backward ask four times"
-    key, kept = None if offsets_E.is_inference() else (R, M, offsets_E._version), getattr(offsets_E, "_tiles", {})
+    """The tiles of M rows; kept with offsets_E, which forward and backward ask four times, until PyTorch writes to it.
+
+    In a CUDA graph they are made each time: a replay with other offsets must not find tiles from before it was recorded."""
+    recorded = offsets_E.is_cuda and torch.cuda.is_current_stream_capturing()
+    key, kept = None if recorded or offsets_E.is_inference() else (R, M, offsets_E._version), getattr(offsets_E, "_tiles", {})
     if key in kept: return kept[key]
     E, n = len(offsets_E), triton.cdiv(R, M) + min(R, len(offsets_E))
     where, total = (torch.empty(shape, dtype=torch.int32, device=like.device) for shape in ((n, 2), (1,)))
