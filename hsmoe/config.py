@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['ConfigError', 'Section', 'ModelSection', 'InitSection', 'RouterSection', 'QuantSection', 'MTPSection', 'StageSection',
-           'DataSection', 'OptimSection', 'ScheduleSection', 'TrainSection', 'ParallelSection', 'BackendsSection',
-           'Config', 'Length', 'parse_length', 'to_steps', 'Resolved', 'resolve', 'check', 'read_yaml', 'preset_names',
-           'apply_overrides', 'from_dict', 'load_config', 'to_dict', 'save_config', 'config_hash', 'first_difference']
+           'DataSection', 'OptimSection', 'ScheduleSection', 'TrainSection', 'ParallelSection', 'GuardSection',
+           'PerplexityGuard', 'SlowGuard', 'MemoryGuard', 'UnstableGuard', 'SkewGuard', 'DominatedGuard',
+           'GuardsSection', 'BackendsSection', 'Config', 'Length', 'parse_length', 'to_steps', 'Resolved', 'resolve',
+           'check', 'read_yaml', 'preset_names', 'apply_overrides', 'from_dict', 'load_config', 'to_dict',
+           'save_config', 'config_hash', 'first_difference']
 
 # %% ../nbs/00_config.ipynb #91d1bd01
 import copy, difflib, hashlib, json, math, re
@@ -60,7 +62,7 @@ class RouterSection(Section):
     bias_update_rate: float = Field(0.001, ge=0)  # step of balance "bias", in units of a logit
     z_loss: float = Field(0.0, ge=0)              # weight of the mean logsumexp(logits)²
 
-# %% ../nbs/00_config.ipynb #6865adc3
+# %% ../nbs/00_config.ipynb #ad42d6e1
 class QuantSection(Section):
     "Which tensors live on which block format (SPEC Q-01 to Q-04)."
     weight_format: Optional[str] = "nvfp4:8x8"
@@ -90,12 +92,17 @@ class StageSection(Section):
 
 class DataSection(Section):
     "Where text comes from and how it becomes sequences (SPEC M-08, T-01)."
-    sources: tuple[str, ...] = ("stdlib",)        # folders, text files, jsonl files, or "stdlib"
-    tokenizer: Literal["bpe", "char", "llama3"] = "llama3"
+    sources: tuple[str, ...] = ("stdlib",)        # folders, text, jsonl or parquet files, mixtures (.yaml), or "stdlib"
+    tokenizer: str = "llama3"                     # bpe, char, llama3, or the path of a tokenizer.json, of tiktoken ranks, or of a folder with one
+    special_tokens: dict[Literal["begin", "end", "pad"], str] = {}   # names in a tokenizer's file, where they cannot be found by themselves
+    workers: Optional[int] = Field(None, ge=0)    # processes that tokenise; None: as many as cores where there is much text
+    overlap: int = Field(0, ge=0)                 # tokens that two neighbouring training sequences share
     split: Literal["auto", "hash", "tail"] = "auto"   # validation by hash of the document's name, the tail of each document, or by their number
     val_fraction: Optional[float] = Field(None, gt=0, lt=1)   # None: 0.05 by hash, 0.1 of tails
     seq_len: int = Field(4096, ge=2)
+    document_mask: bool = False                   # whether attention stays within a document of a packed sequence
     curriculum: tuple[StageSection, ...] = ()     # in order; the rest of the run sees everything
+    recompute_depths_every: float = Field(0, ge=0)   # new depths from the model's own entropies every so many steps, or this fraction of the run; 0: never (SPEC T-05)
 
 class OptimSection(Section):
     "The optimiser and its 8-bit states (SPEC O-01, O-02, Q-06, S-04)."
@@ -116,7 +123,7 @@ class ScheduleSection(Section):
     qat_fraction: float = Field(0.1, ge=0, lt=1)
     qat_factor: float = Field(0.5, gt=0)
 
-# %% ../nbs/00_config.ipynb #0630c28c
+# %% ../nbs/00_config.ipynb #5d533fc4
 class TrainSection(Section):
     "Batch, length and the intervals of a run (SPEC D-02, T-03, T-04). Intervals below 1 are fractions of the run."
     length: Annotated[str, BeforeValidator(str)] = "15e9 tokens"   # "N steps", "N tokens" or "N minutes"
@@ -135,6 +142,7 @@ class TrainSection(Section):
     final_val_tokens: int = Field(1_000_000_000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)        # the newest
     keep_best: bool = False                       # and the one with the lowest validation loss
+    async_save: bool = False                      # checkpoints are written from a copy in main memory while steps go on; a step waits for the copy alone
     tensorboard: bool = True
     wandb: Literal["offline", "online", "off"] = "offline"
 
@@ -144,6 +152,8 @@ class ParallelSection(Section):
     dp: int = Field(4, ge=1)                      # all ranks
     tp: Literal[1] = 1
     shared: Literal["replicated", "sharded"] = "replicated"          # shared experts
+    dispatch: Literal["alltoall", "overlap"] = "alltoall"            # tokens by collectives, or by puts into the memory of other ranks (SPEC C-01)
+    dispatch_chunks: int = Field(0, ge=0)                            # parts that experts work on one after the other; 0: 1 for alltoall, 2 for overlap
     dispatch_wire: Literal["native", "mxfp8", "nvfp4"] = "native"    # what tokens travel as (SPEC D-05)
     combine_wire: Literal["native", "packed"] = "native"             # experts' answers; packed: their 4-bit codes, the same numbers
     gradient_wire: Literal["native", "mxfp8"] = "native"             # gradients of both
@@ -153,6 +163,66 @@ class ParallelSection(Section):
     routing_half_life: float = Field(1000, gt=0)                     # in steps: after so many a routed token counts half in a plan
     topology: dict[str, str | int | float] = {}                      # wires between expert-parallel ranks, as `make_topology` takes them; empty: what the machine says
 
+# %% ../nbs/00_config.ipynb #dc288be0
+class GuardSection(Section):
+    "What all guards have: how often one acts (0: never), and how long it waits after it did."
+    times: int = Field(2, ge=0)
+    cooldown: float = Field(0.05, ge=0)           # steps, or a fraction of the run
+
+class PerplexityGuard(GuardSection):
+    "Validation perplexity above a limit, late in the run (SPEC V-03)."
+    limit: float = Field(32.0, gt=1)
+    after: float = Field(0.5, ge=0, lt=1)         # of the run; earlier it may be as high as it likes
+    lr_factor: float = Field(0.5, gt=0, le=1)
+    rewarm: float = Field(0.04, ge=0, le=1)       # of the steps left
+    alpha: float = Field(0.80, gt=0, le=1)        # mtp.alpha from then on
+    entropy_lambda: float = -0.01                 # mtp.entropy_lambda from then on; below 0 a router that is too sure of itself is penalised
+    sigma_factor: float = Field(2.0, gt=0)        # a collapsed router starts anew, from this many times its first standard deviation
+
+class SlowGuard(GuardSection):
+    "Steps that take too long (SPEC V-03)."
+    seconds: float = Field(4.5, gt=0)
+    micro_factor: float = Field(0.75, gt=0, lt=1) # of train.micro_batch_sequences; the global batch stays
+
+class MemoryGuard(GuardSection):
+    "Memory of a process above a limit: smaller configurations are proposed, nothing is changed (SPEC V-03)."
+    times: int = Field(1, ge=0)
+    gb: float = Field(288.0, gt=0)
+    factor: float = Field(0.75, gt=0, lt=1)       # of the experts, and of the micro-batch
+    width_factor: float = Field(11 / 12, gt=0, lt=1)
+
+class UnstableGuard(GuardSection):
+    "A loss or gradient that is not finite, or a gradient norm above a limit (SPEC V-04, Q-10)."
+    times: int = Field(5, ge=0)
+    cooldown: float = Field(0.002, ge=0)
+    norm: Optional[float] = Field(100.0, gt=0)    # before clipping; null: any that is finite will do
+    lr_factor: float = Field(0.5, gt=0, le=1)
+    enlarge_from: int = Field(2, ge=1)            # this restore and later ones give weights and activations larger blocks
+
+class SkewGuard(GuardSection):
+    "Routers that send nearly all tokens to the same few experts (SPEC V-05)."
+    tokens_share: float = Field(0.9, gt=0, le=1)
+    experts_share: float = Field(0.1, gt=0, lt=1)
+    temperature_factor: float = Field(1.5, gt=1)
+
+class DominatedGuard(GuardSection):
+    "Blocks of 8-bit moments in which one element outweighs all others (SPEC Q-10)."
+    times: int = Field(1, ge=0)
+    share: float = Field(0.1, gt=0, lt=1)         # of the blocks of the second moment
+
+class GuardsSection(Section):
+    "What is done, and when, about a run in trouble (SPEC V-03, V-04, V-05, Q-10). The one section that may be another when a run is resumed."
+    enabled: bool = True
+    window: int = Field(3, ge=1)                  # logged steps that must agree before a router counts as skewed, or steps as slow
+    perplexity: PerplexityGuard = PerplexityGuard()
+    slow: SlowGuard = SlowGuard()
+    memory: MemoryGuard = MemoryGuard()
+    unstable: UnstableGuard = UnstableGuard()
+    skew: SkewGuard = SkewGuard()
+    dominated: DominatedGuard = DominatedGuard()
+    undo: tuple[int, ...] = ()                    # numbers of actions to take back when a run is resumed
+
+# %% ../nbs/00_config.ipynb #1bddf9a4
 class BackendsSection(Section):
     "Which implementation of an operation runs (DESIGN decision 3); \"auto\": the fastest that the device has and that agrees with the reference."
     qdq: Literal["auto", "reference", "triton"] = "auto"          # quantise and dequantise
@@ -180,6 +250,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
     backends: BackendsSection = BackendsSection()
+    guards: GuardsSection = GuardsSection()
     printed: dict[str, Any] = {}                  # the request's own figures by SPEC row, as data
 
 # %% ../nbs/00_config.ipynb #008b08e4
@@ -203,7 +274,7 @@ def to_steps(value:float, total:int) -> int:
     if value == 0: return 0
     return max(1, round(value * total)) if value < 1 else int(value)
 
-# %% ../nbs/00_config.ipynb #92869e9f
+# %% ../nbs/00_config.ipynb #cee6364b
 class Resolved(NamedTuple):
     "The run in steps. `restart` is None for a single cosine."
     steps: int
@@ -216,6 +287,7 @@ class Resolved(NamedTuple):
     validate: int
     tokens_per_step: int
     replan: int             # 0: never
+    depths: int             # 0: never
 
 def resolve(cfg:Config, steps:Optional[int]=None) -> Resolved:
     "Turn lengths and fractions into steps (SPEC O-01, T-03). `steps` must be given when the length is in minutes."
@@ -229,7 +301,7 @@ def resolve(cfg:Config, steps:Optional[int]=None) -> Resolved:
     every = lambda v: to_steps(v, steps)
     if every(sch.warmup) > steps: raise ConfigError(f"schedule.warmup = {sch.warmup:g} steps must not exceed the {steps} steps of the run")
     return Resolved(steps, every(sch.warmup), to_steps(sch.qat_fraction, steps), sch.restart_interval,
-                    every(tr.log_every), every(tr.histogram_every), every(tr.checkpoint_every), every(tr.validate_every), per_step, every(cfg.parallel.replan_every))
+                    every(tr.log_every), every(tr.histogram_every), every(tr.checkpoint_every), every(tr.validate_every), per_step, every(cfg.parallel.replan_every), every(cfg.data.recompute_depths_every))
 
 # %% ../nbs/00_config.ipynb #d0cad21b
 def _line_of(text:str, path:tuple) -> Optional[int]:
@@ -269,7 +341,7 @@ def _sentence(err:ValidationError, where:str, text:Optional[str]) -> str:
     if first["type"] == "missing": return f"{at}: key {key!r} is missing"
     return f"{at}: {key} = {first['input']!r} is not allowed: {_ALLOWED.get(first['type']) or first['msg'][0].lower() + first['msg'][1:]}"
 
-# %% ../nbs/00_config.ipynb #91560f55
+# %% ../nbs/00_config.ipynb #15f51456
 def check(cfg:Config) -> Config:
     "Raise `ConfigError` for combinations that cannot be run; return `cfg`."
     m, d, t, p = cfg.model, cfg.data, cfg.train, cfg.parallel
@@ -282,6 +354,7 @@ def check(cfg:Config) -> Config:
     need(m.position == "none" or m.head_dim % 2 == 0, f"model.head_dim = {m.head_dim} must be even for rotary positions")
     need(not p.replan_every or p.settle == "exact", f"parallel.replan_every = {p.replan_every:g} needs parallel.settle = 'exact': gradients a step late would miss experts that moved")
     need(not p.replan_every or cfg.optim.states != "bnb", f"parallel.replan_every = {p.replan_every:g} needs optim.states = 'dynamic', 'linear' or 'fp32'")
+    need(d.overlap < d.seq_len, f"data.overlap = {d.overlap} must be below data.seq_len = {d.seq_len}")
     need(d.seq_len <= m.max_seq_len, f"data.seq_len = {d.seq_len} must not exceed model.max_seq_len = {m.max_seq_len}")
     need(t.batch_sequences % p.dp == 0, f"train.batch_sequences = {t.batch_sequences} must be divisible by parallel.dp = {p.dp}")
     per_rank = t.batch_sequences // p.dp

@@ -160,12 +160,12 @@ def time_steps(state: TrainState, steps: int, warmup: int) -> Timed:
     wait_for(device)
     return Timed([between(a, b) for a, b in zip(marks, marks[1:])], state.steps.tokens_per_step, results[warmup:], peak_memory_bytes(device) if device.type == "cuda" else None)
 
-# %% ../nbs/87_speed_step.ipynb #1cfcf969
+# %% ../nbs/87_speed_step.ipynb #47df6090
 _OFF = ["quant.weight_format=null", "quant.activation_format=null", "quant.attention_format=null"]
 _SLICE = ["model.n_layers=2", "train.micro_batch_sequences=1", "train.batch_sequences=4"]
 _REFERENCE = [f"backends.{name}=reference" for name in BackendsSection.model_fields if name != "strict"]
 VARIANTS = {"no_attention_quantisation": _OFF[2:], "no_quantisation": _OFF, "depth_1": ["mtp.max_depth=1", "mtp.multiplier=1.0"],
-            "deterministic": ["train.deterministic=true"], "reference": _REFERENCE}
+            "document_mask": ["data.document_mask=true"], "deterministic": ["train.deterministic=true"], "reference": _REFERENCE}
 
 def with_overrides(cfg: Config, overrides) -> Config:
     "`cfg` with other values, checked."

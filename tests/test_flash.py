@@ -4,7 +4,7 @@ import torch
 
 from hsmoe.model import attention, flash
 from hsmoe.model.attention import ATTENTION, Attention, KVCache, _check_attend, _one_matrix, apply_rope, attention_differs, attention_sites, reference_attend, rope_table, triton_attend
-from hsmoe.model.flash import AttentionSites, flash_attention, turned, why_declined
+from hsmoe.model.flash import Documents, AttentionSites, flash_attention, turned, why_declined
 from hsmoe.optim.adamw8bit import AdamW8bit
 from on_device import BF16, DEVICE, F32, F64, INTERPRETED, interpret, needs_gpu, new_seed, plain, runs_kernels, starts_interpreter, triton
 
@@ -41,16 +41,17 @@ def off(got, want):
     return ((got - want).norm() / size).item(), ((got - want).norm(dim=1).quantile(0.85) * len(want)**0.5 / size).item()
 
 
-def differs(softmax, sites, shape, eps=None, sharp=1.0, rope=True):
-    "Where output or gradients are far from the reference's"
+def differs(softmax, sites, shape, eps=None, sharp=1.0, rope=True, begins=()):
+    "Where output or gradients are far from the reference's; documents begin at the positions `begins`, or with that probability"
     B, S, H, K = shape
     y, do = torch.randn(B, S, 3, H, K), torch.randn(B, S, H * K).to(DTYPE)
     y[:, :, 0] *= sharp
-    table, results = rope_table(S, K) if rope else None, []
+    mark_BS = torch.rand(B, S) < begins if isinstance(begins, float) else torch.isin(torch.arange(S), torch.tensor(begins)).expand(B, S)
+    docs, table, results = Documents.of(mark_BS.long(), 1), rope_table(S, K) if rope else None, []
     for f, place in ((flash_attention_of, DEVICE), (reference_attend, "cpu")):
         leaf = y.to(place, DTYPE).requires_grad_()
         torch.use_deterministic_algorithms(place == DEVICE)                        # torch.empty gives NaN
-        try: o = f(leaf, table and tuple(t.to(place) for t in table), sites, softmax); g, = torch.autograd.grad(o, leaf, do.to(place))
+        try: o = f(leaf, table and tuple(t.to(place) for t in table), sites, softmax, documents=Documents(*(t.to(place) for t in docs)) if begins else None); g, = torch.autograd.grad(o, leaf, do.to(place))
         finally: torch.use_deterministic_algorithms(False)
         results.append([o, *g.unbind(2)])
     for name, got, want in zip(("output", "dq", "dk", "dv"), *results):
@@ -59,9 +60,44 @@ def differs(softmax, sites, shape, eps=None, sharp=1.0, rope=True):
         elif not GPU and not eps and name in ("output", "dq") and not far[1] < 2e-5: return name, far
 
 
-def flash_attention_of(y, rope, sites, softmax):
+def flash_attention_of(y, rope, sites, softmax, documents):
     assert why_declined(y, rope, sites) is None
-    return flash_attention(y, rope, sites, softmax)
+    return flash_attention(y, rope, sites, softmax, documents)
+
+
+@runs_kernels
+@pytest.mark.parametrize("S, softmax, begins", [(100, "online", (64,)), (150, "online", (1, 2, 40, 63, 130, 149)), (70, "normalised", (33, 50)), (64, "online", 0.1), (64, "normalised", 0.5)])
+def test_documents(S, softmax, begins):
+    "Tiles that no query of a program sees, tiles that some see, documents of one token, and (with large scores) those that follow the maximum"
+    for sharp in (1.0, 30.0): assert differs(softmax, attention_sites(probs=CEIL), (2, S, 1, 32), begins=begins, sharp=sharp, eps=5e-2 if GPU and sharp > 1 else None if GPU else 1e-2 if sharp > 1 else 5e-3) is None
+    if GPU:
+        for length, share in ((257, 0.1), (1000, 0.003), (2048, 0.01)): assert differs(softmax, attention_sites(E4M3, E4M3, FLOOR), (3, length, 2, 192), begins=share) is None
+
+
+@runs_kernels
+def test_a_document_is_as_if_it_were_alone():
+    "To the last bit, where it begins with a tile: output and gradients; what other documents hold does not matter"
+    S, at, sites = 192, 128, attention_sites(E4M3, E4M3, CEIL)
+    y, do = torch.randn(1, S, 3, 2, 32, device=DEVICE).to(DTYPE), torch.randn(1, S, 64, device=DEVICE).to(DTYPE)
+    docs = Documents.of((torch.arange(S, device=DEVICE) == at)[None].long(), 1)
+    def run(y, do, docs):
+        leaf = y.clone().requires_grad_()
+        o = flash_attention(leaf, None, sites, "online", docs)
+        return o.detach(), torch.autograd.grad(o, leaf, do)[0]
+    o, g = run(y, do, docs)
+    alone_o, alone_g = run(y[:, at:].contiguous(), do[:, at:].contiguous(), None)
+    assert torch.equal(o[:, at:], alone_o) and torch.equal(g[:, at:], alone_g)
+    y[:, :at] = torch.randn_like(y[:, :at])
+    assert torch.equal(run(y, do, docs)[0][:, at:], o[:, at:])
+
+
+@runs_kernels
+def test_documents_without_rounded_weights():
+    y, table, plainly = torch.randn(2, 40, 3, 2, 32, device=DEVICE).to(DTYPE), tuple(t.to(DEVICE) for t in rope_table(40, 32)), attention_sites(E4M3, E4M3)
+    docs = Documents.of((torch.rand(2, 40, device=DEVICE) < 0.2).long(), 1)
+    got, want = triton_attend(y, table, plainly, documents=docs), reference_attend(y, table, plainly, documents=docs)
+    assert off(got, want)[0] < (2e-2 if GPU else 1e-4)
+    assert off(got, reference_attend(y, table, plainly))[0] > 0.1
 
 
 @runs_kernels

@@ -7,7 +7,7 @@ __all__ = ['SOFTMAX_MODES', 'ATTENTION', 'RMSNorm', 'rope_table', 'apply_rope', 
            'quantized_attention', 'KVCache', 'reference_attend', 'triton_attend', 'attention_sites',
            'attention_differs', 'stacked_linear', 'Attention']
 
-# %% ../../nbs/30_model.attention.ipynb #0b1acac3
+# %% ../../nbs/30_model.attention.ipynb #f21d1c4c
 import math
 from functools import lru_cache, partial
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backends import Operation
-from .flash import AttentionSites, flash_attention, turned, why_declined, why_not_flash
+from .flash import AttentionSites, Documents, flash_attention, turned, why_declined, why_not_flash
 from .hopper import dense_dw
 from .network import _into_sum, _product_gradient, linear
 from .pointwise import POINTWISE, _acc
@@ -87,7 +87,7 @@ def apply_rope(
     "Turn every pair (i, i + K/2) by its position's angle; fp32 inside, result in x's dtype. Source: SPEC M-03."
     return _Rope.apply(x_BHSK, cos, sin)
 
-# %% ../../nbs/30_model.attention.ipynb #04a37f5c
+# %% ../../nbs/30_model.attention.ipynb #20d8e128
 _LOG2E = 1 / math.log(2)
 SOFTMAX_MODES = ("online", "normalised")
 
@@ -101,12 +101,13 @@ def _quantiser(probs, softmax):
         raise ValueError(f"quantized_attention: softmax 'online' with format {fmt.name} would not commute with its rescaling, allowed are e8m0 block scales")
     return probs if isinstance(probs, QuantSite) else partial(fake_quant, fmt=fmt)
 
-def _scores(q, k, offset):
-    "Causal scores in log2 units, [..., Sq, Sk] in the accumulation dtype; query i is at position offset + i."
+def _scores(q, k, offset, documents=None):
+    "Causal scores in log2 units, [B, H, Sq, Sk] in the accumulation dtype; query i is at position offset + i."
     acc = _acc(q.dtype)
     t = (q.to(acc) * (_LOG2E / math.sqrt(q.shape[-1]))) @ k.to(acc).transpose(-1, -2)
     future = torch.ones(t.shape[-2:], dtype=torch.bool, device=t.device).triu_(offset + 1)
-    return t.masked_fill(future, -torch.inf)
+    t = t.masked_fill(future, -torch.inf)
+    return t if documents is None else t.masked_fill(documents.hidden(0, t.shape[-2], t.shape[-1])[:, None], -torch.inf)
 
 def _keep(p, dropout):
     "What survives dropout, scaled so that the mean stays: 0 or 1/(1 - dropout), in p's shape."
@@ -120,12 +121,13 @@ def quantized_attention_reference(
     softmax="online",   # or "normalised"
     offset:int=0,       # position of the first query
     dropout:float=0.0,  # share of the rounded weights that is dropped, after the divisor was taken
+    documents:"Documents | None"=None,     # of positions 0 ... S-1, with offset 0; None: a query sees all keys before it
 ):
     """Causal attention with rounded probabilities, by autograd: the definition that the faster path is tested against.
 
     Returns `[B, H, S, K]` in q's dtype. ValueError: unknown mode, blocks that mix tokens, or a scale that `online` cannot commute with. Source: SPEC Q-03."""
     quant = _quantiser(probs, softmax) or (lambda p: p)
-    t = _scores(q_BHSK, k_BHSK, offset)
+    t = _scores(q_BHSK, k_BHSK, offset, documents)
     m = t.detach().amax(-1, keepdim=True)
     v = v_BHSK.to(t.dtype)
     if softmax == "online":
@@ -137,7 +139,7 @@ def quantized_attention_reference(
     if dropout: w = w * _keep(w, dropout)
     return (w @ v / z).to(q_BHSK.dtype)
 
-# %% ../../nbs/30_model.attention.ipynb #bef4c08f
+# %% ../../nbs/30_model.attention.ipynb #12df948c
 _STRIP = 64   # query rows handled at a time: 32 and 256 were slower on a CPU; without dropout results do not depend on it
 
 def _strip(q3, keys):
@@ -152,7 +154,7 @@ def _strips(n_queries, offset, rows):
 
 class _QuantizedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, quant, online, offset, dropout):
+    def forward(ctx, q, k, v, quant, online, offset, dropout, documents):
         acc, n, kd = _acc(q.dtype), q.shape[-2], q.shape[-1]
         q3 = (q.to(acc) * (_LOG2E / math.sqrt(kd))).reshape(-1, n, kd)
         k3, v3 = (x.to(acc).reshape(-1, x.shape[-2], kd) for x in (k, v))
@@ -163,6 +165,7 @@ class _QuantizedAttention(torch.autograd.Function):
         for a, b, seen in _strips(n, offset, rows):
             p = torch.bmm(q3[:, a:b], k3[:, :seen].transpose(1, 2))
             p[:, :, offset + a:].add_(future[:b-a, :b-a])
+            if documents is not None: p.view(*q.shape[:2], b - a, seen).masked_fill_(documents.hidden(a, b, seen)[:, None], -torch.inf)
             m = p.amax(-1, keepdim=True)
             p.sub_(m.ceil_() if online else m).exp2_()
             if not online: p.div_(p.sum(-1, keepdim=True))
@@ -196,9 +199,14 @@ class _QuantizedAttention(torch.autograd.Function):
             dk[:, :seen].baddbmm_(ds.transpose(1, 2), q3[:, a:b])
         dq.mul_(1 / math.sqrt(dq.shape[-1])); dk.mul_(1 / _LOG2E)      # q3 already carries log2(e) / sqrt(K)
         (qs, ks), dt = ctx.like, ctx.dtype
-        return dq.view(qs).to(dt), dk.view(ks).to(dt), dv.view(ks).to(dt), None, None, None, None
+        return dq.view(qs).to(dt), dk.view(ks).to(dt), dv.view(ks).to(dt), *[None] * 5
 
-# %% ../../nbs/30_model.attention.ipynb #f93ac3d1
+# %% ../../nbs/30_model.attention.ipynb #6f1a23be
+def _visible(documents):
+    "What each query may see, bool [B, 1, S, S]"
+    S = documents.begin_BS.shape[1]
+    return documents.hidden(0, S, S).logical_not_().tril_()[:, None]
+
 def quantized_attention(
     q_BHSK,             # queries at positions offset ... offset+S-1
     k_BHSK,             # keys at positions 0 ... offset+S-1
@@ -207,6 +215,7 @@ def quantized_attention(
     softmax="online",   # or "normalised"
     offset:int=0,       # position of the first query
     dropout:float=0.0,  # share of the weights that is dropped
+    documents:"Documents | None"=None,     # with offset 0; None: a query sees all keys before it
 ):
     """Causal attention with rounded probabilities; `scaled_dot_product_attention` when they are left alone.
 
@@ -215,7 +224,8 @@ def quantized_attention(
     n, seen = q_BHSK.shape[-2], k_BHSK.shape[-2]
     if seen != offset + n: raise ValueError(f"quantized_attention: {n} queries from position {offset} need {offset + n} keys, not {seen}")
     quant = _quantiser(probs, softmax)
-    if quant is not None: return _QuantizedAttention.apply(q_BHSK, k_BHSK, v_BHSK, quant, softmax == "online", offset, dropout)
+    if quant is not None: return _QuantizedAttention.apply(q_BHSK, k_BHSK, v_BHSK, quant, softmax == "online", offset, dropout, documents)
+    if documents is not None: return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, attn_mask=_visible(documents), dropout_p=dropout)
     if offset == 0 or n == 1: return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, dropout_p=dropout, is_causal=offset == 0)
     visible = torch.ones(n, seen, dtype=torch.bool, device=q_BHSK.device).tril_(offset)
     return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, attn_mask=visible, dropout_p=dropout)
@@ -243,60 +253,63 @@ class KVCache:
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
-# %% ../../nbs/30_model.attention.ipynb #e870a2f3
+# %% ../../nbs/30_model.attention.ipynb #015c6783
 def reference_attend(
     y_BS3HK,                # outputs of the projections: queries, keys, values
     rope,                   # (cos, sin), each [S, K/2], or None
     sites:AttentionSites,   # what is rounded
     softmax="online",       # or "normalised"
     dropout:float=0.0,      # share of the weights that is dropped
+    documents:"Documents | None"=None,     # None: a query sees all keys before it
 ):
     "Rounding, positions, rounding, causal attention and the rounding of its output, in plain PyTorch: `[B, S, H·K]`. Source: SPEC M-03, Q-02, Q-03."
     y = (y_BS3HK if sites.qkv_out is None else sites.qkv_out(y_BS3HK.flatten(3)).reshape(y_BS3HK.shape)).permute(2, 0, 3, 1, 4)
     qk, v = y[:2], y[2]
     if rope is not None: qk = apply_rope(qk, *rope)
-    o = quantized_attention(sites.q_rope(qk[0]), sites.k_rope(qk[1]), v, sites.probs, softmax, 0, dropout)
+    o = quantized_attention(sites.q_rope(qk[0]), sites.k_rope(qk[1]), v, sites.probs, softmax, 0, dropout, documents)
     return sites.head_out(o).transpose(1, 2).flatten(2)
 
 _SDPA = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
-def triton_attend(y_BS3HK, rope, sites, softmax="online", dropout=0.0):
+def triton_attend(y_BS3HK, rope, sites, softmax="online", dropout=0.0, documents=None):
     "`reference_attend` by the kernels of `model.flash`, or by SDPA where `probs` is off"
-    if why_declined(y_BS3HK, rope, sites, dropout): return reference_attend(y_BS3HK, rope, sites, softmax, dropout)
+    if why_declined(y_BS3HK, rope, sites, dropout): return reference_attend(y_BS3HK, rope, sites, softmax, dropout, documents)
     if any(site.observe and site.fmt for site in sites if site is not None):
         with torch.no_grad():
-            for y_1S3HK in y_BS3HK.split(1): reference_attend(y_1S3HK, rope, sites, softmax)
-    if sites.probs.fmt is not None: return flash_attention(y_BS3HK, rope, sites, softmax)
+            for i, y_1S3HK in enumerate(y_BS3HK.split(1)): reference_attend(y_1S3HK, rope, sites, softmax, documents=documents and Documents(*(t[i:i + 1] for t in documents)))
+    if sites.probs.fmt is not None: return flash_attention(y_BS3HK, rope, sites, softmax, documents)
     q, k, v = (x.transpose(1, 2) for x in turned(y_BS3HK, rope, sites).unbind(2))
-    with sdpa_kernel(list(_SDPA), set_priority=True): o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = dict(is_causal=True) if documents is None else dict(attn_mask=_visible(documents))
+    with sdpa_kernel(list(_SDPA), set_priority=True): o = F.scaled_dot_product_attention(q, k, v, **mask)
     return fake_quant(o.transpose(1, 2), sites.head_out.fmt).flatten(2)
 
-# %% ../../nbs/30_model.attention.ipynb #4d7421e4
+# %% ../../nbs/30_model.attention.ipynb #f302c135
 def attention_sites(q_rope=None, k_rope=None, probs=None, head_out=None, qkv_out=None) -> AttentionSites:
     "Sites with the given formats; None is off."
     sites = AttentionSites(*(QuantSite(32) for _ in range(5)))
     for site, fmt in zip(sites, (q_rope, k_rope, probs, head_out, qkv_out)): site.set_format(fmt)
     return sites
 
-def attention_differs(run, device, softmax, sites, shape=(1, 256, 2, 192), sharp=1.0, rope=True, dtype=torch.bfloat16, eps=2e-2):
-    "Where `run` on `device` is further than eps from the reference on a CPU, relative to its norm: a sentence, or None."
+def attention_differs(run, device, softmax, sites, shape=(1, 256, 2, 192), sharp=1.0, rope=True, dtype=torch.bfloat16, eps=2e-2, begins=0.0):
+    "Where `run` on `device` is further than eps from the reference on a CPU, relative to its norm: a sentence, or None. `begins`: the share of positions where a document begins, if there are any."
     B, S, H, K = shape
     y, do = torch.randn(B, S, 3, H, K), torch.randn(B, S, H * K)
     y[:, :, 0] *= sharp
     table = rope_table(S, K) if rope else None
+    docs = Documents.of((torch.rand(B, S) < begins).long(), 1) if begins else None
     results = []
     for f, place in ((run, device), (reference_attend, "cpu")):
         leaf = y.to(place, dtype).requires_grad_()
-        o = f(leaf, None if table is None else tuple(x.to(place) for x in table), sites, softmax)
+        o = f(leaf, None if table is None else tuple(x.to(place) for x in table), sites, softmax, documents=docs and Documents(*(t.to(place) for t in docs)))
         results.append([o, *torch.autograd.grad(o, leaf, do.to(place, dtype))[0].unbind(2)])
     for name, got, want in zip(("output", "dq", "dk", "dv"), *results):
         off, size = (got.detach().cpu().float() - want.detach().float()).norm().item(), want.float().norm().item()
-        if got.dtype != dtype or not off <= eps * size + 1e-30: return f"its {name} differs from the reference by {off / max(size, 1e-30):.1%} ({softmax}, {sites.probs.extra_repr()})"
+        if got.dtype != dtype or not off <= eps * size + 1e-30: return f"its {name} differs from the reference by {off / max(size, 1e-30):.1%} ({softmax}, {sites.probs.extra_repr()}{', with documents' if begins else ''})"
 
 def _check_attend(run, device):
     e4m3, ue5m3 = "mxfp8_e4m3:1x32+ceil", "ue5m3:1x32+ceil"
-    for softmax, sharp, probs, qkv in (("online", 1.0, ue5m3, "nvfp4:1x32"), ("online", 8.0, ue5m3, None), ("normalised", 1.0, ue5m3, None), ("online", 1.0, None, None)):
-        if said := attention_differs(run, device, softmax, attention_sites(e4m3, e4m3, probs, None, qkv), sharp=sharp): return said
+    for softmax, sharp, probs, qkv, begins in (("online", 1.0, ue5m3, "nvfp4:1x32", 0.0), ("online", 8.0, ue5m3, None, 0.01), ("normalised", 1.0, ue5m3, None, 0.0), ("online", 1.0, None, None, 0.0)):
+        if said := attention_differs(run, device, softmax, attention_sites(e4m3, e4m3, probs, None, qkv), sharp=sharp, begins=begins): return said
 
 ATTENTION = Operation("attention", reference_attend, _check_attend)
 ATTENTION.add("triton", triton_attend, why_not_flash)
@@ -341,11 +354,11 @@ def stacked_linear(x, ws) -> torch.Tensor:
     "x wᵀ of [..., D] and each [N, D] of ws, side by side, by one product; weights with `fp32_sum` get their gradients in fp32, as in `hsmoe.model.network.linear`"
     return _Stacked.apply(x, *ws) if any(getattr(w, "fp32_sum", False) for w in ws) else F.linear(x, torch.cat(ws))
 
-# %% ../../nbs/30_model.attention.ipynb #a5c5fd79
+# %% ../../nbs/30_model.attention.ipynb #3a9121e6
 class Attention(nn.Module):
     """Causal multi-head attention without biases, with named quantiser sites.
 
-    `[B, S, D] -> [B, S, D]`. With a `KVCache`, x holds the S new positions only. ValueError past `max_seq_len`. Source: SPEC M-03, M-07, Q-02, Q-03."""
+    `[B, S, D] -> [B, S, D]`. With a `KVCache`, x holds the S new positions only, of one document; with `documents` a query sees keys of its own document. ValueError past `max_seq_len`. Source: SPEC M-03, M-07, Q-02, Q-03."""
     def __init__(self,
         d_model:int,               # model width D
         n_heads:int,               # heads H
@@ -392,7 +405,7 @@ class Attention(nn.Module):
         y = quantized_attention(self.q_rope(qk[0]), k, v, self.probs, self.softmax, start, self.dropout if self.training else 0.0)
         return self.head_out(y).transpose(1, 2).flatten(2)
 
-    def forward(self, x_BSD, cache=None):
+    def forward(self, x_BSD, cache=None, documents=None):
         n, start = x_BSD.shape[1], 0 if cache is None else cache.length
         if start + n > self.max_seq_len:
             raise ValueError(f"Attention: position {start + n - 1} asked for, max_seq_len is {self.max_seq_len}")
@@ -403,6 +416,6 @@ class Attention(nn.Module):
             if n < self.max_seq_len: rope = tuple(t[start:start + n] for t in rope)
         if cache is not None: return linear(self._cached(y, rope, cache), self.o.weight)
         sites = AttentionSites(self.q_rope, self.k_rope, self.probs, self.head_out, None if settled else self.qkv_out)
-        return linear(ATTENTION(y, rope, sites, self.softmax, self.dropout if self.training else 0.0), self.o.weight)
+        return linear(ATTENTION(y, rope, sites, self.softmax, self.dropout if self.training else 0.0, documents), self.o.weight)
 
     def extra_repr(self): return f"heads={self.n_heads}x{self.head_dim}, rope={self.rope}, softmax={self.softmax!r}, max_seq_len={self.max_seq_len}"

@@ -6,7 +6,7 @@
 __all__ = ['add_norm', 'Layer', 'model_options', 'HybridSparseMoEModel', 'set_compute_dtype', 'check_formats', 'quant_policy',
            'build_model', 'component_of', 'count_parameters', 'generate']
 
-# %% ../../nbs/42_model.hybrid.ipynb #6e5d0767
+# %% ../../nbs/42_model.hybrid.ipynb #17c150ff
 import math
 from typing import Optional
 
@@ -16,12 +16,13 @@ from torch import nn
 from ..config import Config, ConfigError
 from .attention import Attention, KVCache, RMSNorm
 from .experts import DenseGated, MoE
+from .flash import Documents
 from .pointwise import POINTWISE
 from ..mtp.loss import DepthHeads, LogitsHandle
 from ..quant.fake import QuantPolicy, make_policy, quantize_model
 from ..quant.formats import BlockFormat
 
-# %% ../../nbs/42_model.hybrid.ipynb #6cb4a3df
+# %% ../../nbs/42_model.hybrid.ipynb #2c127d21
 def add_norm(norm:RMSNorm, x:torch.Tensor, branch:Optional[torch.Tensor]=None, uses:int=1) -> tuple:
     "`(x + branch, its norm)`, the norm as often as it has `uses`, in one pass over memory; without a branch it is x that is normed."
     if branch is None: return x, *[norm(x)] * uses
@@ -36,12 +37,12 @@ class Layer(nn.Module):
         self.moe_out_norm = RMSNorm(d_model, eps) if moe_out_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BSD:torch.Tensor, branch_BSD:Optional[torch.Tensor]=None, cache:Optional[KVCache]=None, mask_BS:Optional[torch.Tensor]=None) -> tuple:
+    def forward(self, x_BSD:torch.Tensor, branch_BSD:Optional[torch.Tensor]=None, cache:Optional[KVCache]=None, mask_BS:Optional[torch.Tensor]=None, documents:Optional[Documents]=None) -> tuple:
         """`(x_BSD, branch_BSD, Routing)` from residual stream and pending branch: the stream is x + branch, before and after.
 
         With a `cache` only the new positions are given. `mask_BS` is False at padding, which never counts in routing statistics."""
         x_BSD, u_BSD = add_norm(self.attn_norm, x_BSD, branch_BSD)
-        return self.feed_forward(x_BSD, self.dropout(self.attn(u_BSD, cache)), mask_BS)
+        return self.feed_forward(x_BSD, self.dropout(self.attn(u_BSD, cache, documents)), mask_BS)
 
     def feed_forward(self, x_BSD:torch.Tensor, branch_BSD:Optional[torch.Tensor]=None, mask_BS:Optional[torch.Tensor]=None) -> tuple:
         "The second half, from and to the same as `forward`."
@@ -55,7 +56,7 @@ class Layer(nn.Module):
         else: out_BSD = add_norm(self.moe_out_norm, y_BSD, dense_BSD)[1]
         return x_BSD, self.dropout(out_BSD), routing
 
-# %% ../../nbs/42_model.hybrid.ipynb #5fda784b
+# %% ../../nbs/42_model.hybrid.ipynb #10c8458c
 def model_options(cfg:Config) -> dict:
     "Keyword arguments of `HybridSparseMoEModel` beside the printed ones, as a configuration has them."
     m, i, r = cfg.model, cfg.init, cfg.router
@@ -85,7 +86,7 @@ class HybridSparseMoEModel(nn.Module):
             self.layers.append(Layer(attn, moe, DenseGated(hidden_dim, dense_inner), hidden_dim, norm_eps, moe_out_norm, dropout))
         self.norm = RMSNorm(hidden_dim, norm_eps)
         self.depth_heads = DepthHeads(hidden_dim, max_depth)
-        self.compute_dtype = torch.float32
+        self.compute_dtype, self.document_begin = torch.float32, None
         self.reset_embedding()
 
     def reset_embedding(self) -> None:
@@ -99,13 +100,16 @@ class HybridSparseMoEModel(nn.Module):
         return cls(m.n_layers, m.d_model, m.n_heads, m.n_routed, m.n_shared, m.top_k, m.vocab_size, m.max_seq_len, m.dropout, **model_options(cfg))
 
     def forward(self, tokens_BS:torch.Tensor, caches:Optional[list]=None, mask_BS:Optional[torch.Tensor]=None):
-        "`(LogitsHandle, [Routing per layer])` for int64 `tokens_BS`; with `caches` (one `KVCache` a layer) the tokens continue what the caches hold."
+        """`(LogitsHandle, [Routing per layer])` for int64 `tokens_BS`; with `caches` (one `KVCache` a layer) the tokens continue what the caches hold, which is one document.
+
+        Where `document_begin` is an id, attention stays within documents that begin with it (SPEC T-01)."""
         if tokens_BS.shape[1] > self.max_seq_len:
             raise ValueError(f"sequence of {tokens_BS.shape[1]} tokens is longer than the context of {self.max_seq_len}")
         x_BSD = self.embed(tokens_BS).to(self.compute_dtype)
         branch_BSD, routing_info = None, []
+        documents = Documents.of(tokens_BS, self.document_begin) if self.document_begin is not None and caches is None else None
         for i, layer in enumerate(self.layers):
-            x_BSD, branch_BSD, routing = layer(x_BSD, branch_BSD, None if caches is None else caches[i], mask_BS)
+            x_BSD, branch_BSD, routing = layer(x_BSD, branch_BSD, None if caches is None else caches[i], mask_BS, documents)
             routing_info.append(routing)
         return LogitsHandle(add_norm(self.norm, x_BSD, branch_BSD)[1], self.embed.weight, self.depth_heads.weight, routing_info), routing_info
 

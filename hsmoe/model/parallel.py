@@ -6,7 +6,8 @@
 __all__ = ['HeldExperts', 'HeldShared', 'ParallelMoE', 'held_by', 'parallelize', 'Share', 'shares', 'held_names', 'whole_tensor',
            'whole_state', 'sum_statistics_', 'revise_sites_everywhere']
 
-# %% ../../nbs/43_model.parallel.ipynb #97317b83
+# %% ../../nbs/43_model.parallel.ipynb #7a1ab1ef
+from functools import partial
 from typing import NamedTuple
 
 import torch, torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from ..comm.dispatch import AllToAllDispatch, Going
 from ..comm.kernels import _wide
 from ..comm.mesh import Mesh, all_gather_rows, all_reduce_, gather_objects, reduce_scatter_rows, same_everywhere, size_of
+from ..comm.overlap import ChunkedAllToAll, OverlapDispatch
+from ..comm.puts import why_no_overlap
 from ..comm.wire import Wire, check_wire
 from ..config import ConfigError
 from .experts import MoE, RoutedExperts, SharedExperts
@@ -126,16 +129,16 @@ class HeldShared(_Held, SharedExperts):
         y = (_WideLinear.apply(self._own_blocks(h), self.w_out) + _wide(self.b_out).sum(0)) / self.n_total
         return self.shared_out(_SumPartials.apply(y, self.group, lengths).to(x.dtype))
 
-# %% ../../nbs/43_model.parallel.ipynb #5178cd74
+# %% ../../nbs/43_model.parallel.ipynb #8af6e548
 class ParallelMoE(MoE):
     "A `MoE` whose routed experts live on several ranks, made of the parts of one that has them all"
-    def __init__(self, whole: MoE, mesh: Mesh, shared: str = "replicated", wire: Wire = Wire()):
+    def __init__(self, whole: MoE, mesh: Mesh, shared: str = "replicated", wire: Wire = Wire(), make_dispatch=AllToAllDispatch):
         nn.Module.__init__(self)
         E, J = whole.router.n_experts, whole.shared.n_experts
         self.expert_std, self.router, self.output_mean = whole.expert_std, whole.router, whole.output_mean
         self.routed = HeldExperts(whole.routed, held_by(mesh.ep_rank, E, mesh.ep))
         self.shared = whole.shared if shared == "replicated" else HeldShared(whole.shared, held_by(mesh.ep_rank, J, mesh.ep), mesh.ep_group)
-        self.dispatch = AllToAllDispatch(E, mesh.ep_group, wire=wire, out_site=self.routed.routed_out)
+        self.dispatch = make_dispatch(E, mesh.ep_group, wire=wire, out_site=self.routed.routed_out)
         self.train(whole.training)
 
     @torch.compiler.disable(reason="its kernels are launched by hand and write gradients to main_grad")
@@ -147,12 +150,15 @@ class ParallelMoE(MoE):
         mask_T = None if mask_BS is None else mask_BS.flatten().bool()
         routing = self.router(router_TD, mask_T)
         self.dispatch.align = self.routed.align(x_TD)
-        going = self.dispatch.begin(x_TD, routing.expert_TC if mask_T is None else routing.expert_TC.masked_fill(~mask_T[:, None], E))
+        in_parts = getattr(self.dispatch, "chunks", 1) > 1
+        start = self.dispatch.begin_parts if in_parts else self.dispatch.begin
+        going = start(x_TD, routing.expert_TC if mask_T is None else routing.expert_TC.masked_fill(~mask_T[:, None], E))
         shared_TD = self.shared(shared_TD, going.lengths) if isinstance(self.shared, HeldShared) else self.shared(shared_TD)
-        rows = going.wait()
-        y_RD = self.routed(*rows, aligned=self.dispatch.align > 1)
-        going = self.dispatch.begin_combine(y_RD, routing.gate_TC, rows)
-        unchosen_TD = None if self.output_mean is None else self._unchosen(routing, mask_T, y_RD, rows)
+        if in_parts: going = self.dispatch.join([self.dispatch.return_part(self._answer(rows), rows) for rows in going.parts()], routing.gate_TC)
+        else:
+            rows = going.wait()
+            going = self.dispatch.begin_combine(self._answer(rows), routing.gate_TC, rows)
+        unchosen_TD = None if self.output_mean is None else self._unchosen(routing, mask_T)
         def finish():
             y_TD = going.wait() + shared_TD
             if unchosen_TD is not None: y_TD = y_TD + unchosen_TD.to(y_TD.dtype)
@@ -166,16 +172,26 @@ class ParallelMoE(MoE):
         self.dispatch.set_places(expert_J.argsort())
         self.routed.numbers = expert_J.view(-1, self.routed.n_experts)[rank].tolist()
 
-    def _unchosen(self, routing, mask_T, y_RD, rows):
-        "As in `MoE`; what the experts here said is counted under their global numbers, and summed over ranks by `sum_statistics_`"
+    def _answer(self, rows):
+        "What the experts here say to rows"
+        y_RD = self.routed(*rows, aligned=self.dispatch.align > 1)
+        if self.output_mean is not None and self.training: self._count(y_RD, rows)
+        return y_RD
+
+    @torch.no_grad()
+    def _count(self, y_RD, rows):
+        "Add what the experts here said to the mean's sums, under their global numbers; `sum_statistics_` adds those of all ranks"
         mean, n = self.output_mean, self.routed.n_experts
-        if self.training:
-            expert_R = torch.searchsorted(rows.offsets_E, torch.arange(len(y_RD), device=y_RD.device), right=True)
-            expert_R = expert_R.masked_fill(rows.order_R >= rows.inverse_TC.numel(), n)
-            number_R = torch.tensor([*self.routed.numbers, self.router.n_experts], device=y_RD.device)[expert_R]
-            wide_R = y_RD.detach().to(mean.sum_ED.dtype).masked_fill((expert_R == n)[:, None], 0)
-            mean.sum_ED += mean.sum_ED.new_zeros(self.router.n_experts + 1, y_RD.shape[1]).index_add_(0, number_R, wide_R)[:-1]
-            mean.count_E += torch.bincount(number_R, minlength=self.router.n_experts + 1)[:-1]
+        expert_R = torch.searchsorted(rows.offsets_E, torch.arange(len(y_RD), device=y_RD.device), right=True)
+        expert_R = expert_R.masked_fill(rows.order_R >= rows.inverse_TC.numel(), n)
+        number_R = torch.tensor([*self.routed.numbers, self.router.n_experts], device=y_RD.device)[expert_R]
+        wide_R = y_RD.to(mean.sum_ED.dtype).masked_fill((expert_R == n)[:, None], 0)
+        mean.sum_ED += mean.sum_ED.new_zeros(self.router.n_experts + 1, y_RD.shape[1]).index_add_(0, number_R, wide_R)[:-1]
+        mean.count_E += torch.bincount(number_R, minlength=self.router.n_experts + 1)[:-1]
+
+    def _unchosen(self, routing, mask_T):
+        "As in `MoE`"
+        mean = self.output_mean
         others_TE = torch.ones_like(routing.probs_TE).scatter(1, routing.expert_TC, 0.)
         if mask_T is not None: others_TE = others_TE * mask_T[:, None]
         return ((routing.probs_TE - routing.probs_TE.detach()) * others_TE) @ mean.mean_ED
@@ -184,14 +200,17 @@ def held_by(rank: int, n: int, ranks: int) -> list[int]:
     "The experts of a rank, of n spread over `ranks`: as many on each, in order"
     return [*range(rank * n // ranks, (rank + 1) * n // ranks)]
 
-# %% ../../nbs/43_model.parallel.ipynb #0cbdc871
-def parallelize(model: HybridSparseMoEModel, mesh: Mesh, shared: str = "replicated", dispatch: str = "alltoall", wire: Wire = Wire()) -> HybridSparseMoEModel:
+# %% ../../nbs/43_model.parallel.ipynb #d4a9ee9e
+def parallelize(model: HybridSparseMoEModel, mesh: Mesh, shared: str = "replicated", dispatch: str = "alltoall", wire: Wire = Wire(),
+                *, chunks: int = 0, tokens: int = 0) -> HybridSparseMoEModel:
     """Keep this rank's experts of a model that all ranks have built alike, and reach the others'; in place, before an optimiser exists. Returns the model.
 
-    `ConfigError` for another word or numbers of experts that cannot be shared out evenly, `MeshError` where the ranks' models differ. Source: SPEC D-01."""
+    `ConfigError` for another word, numbers of experts that cannot be shared out evenly, and puts where there can be none; `MeshError` where the ranks' models differ. Source: SPEC D-01, C-01."""
     if shared not in ("replicated", "sharded"): raise ConfigError(f"shared experts are {shared!r}, allowed are 'replicated' and 'sharded'")
-    if dispatch not in ("alltoall", "local"): raise ConfigError(f"dispatch is {dispatch!r}, allowed are 'alltoall' and 'local'")
+    if dispatch not in ("alltoall", "overlap", "local"): raise ConfigError(f"dispatch is {dispatch!r}, allowed are 'alltoall', 'overlap' and 'local'")
     if dispatch == "local" and mesh.ep > 1: raise ConfigError(f"dispatch 'local' needs all experts on each rank, parallel.ep is {mesh.ep}")
+    if chunks < 0: raise ConfigError(f"a dispatch in {chunks} chunks cannot be; allowed are numbers from 1 on, or 0 for the usual one")
+    if dispatch == "overlap" and mesh.ep > 1 and (why := why_no_overlap(mesh)): raise ConfigError(f"dispatch 'overlap' is impossible on rank {mesh.rank}: {why}; use 'alltoall'")
     try: check_wire(wire)
     except ValueError as e: raise ConfigError(str(e)) from None
     for what, n in (("routed", model.layers[0].moe.router.n_experts), ("shared", model.layers[0].moe.shared.n_experts)):
@@ -200,8 +219,14 @@ def parallelize(model: HybridSparseMoEModel, mesh: Mesh, shared: str = "replicat
             raise ConfigError(f"{n} {what} experts cannot be spread evenly over parallel.ep = {mesh.ep} ranks; choose a divisor{way_out}")
     same_everywhere("the model that was built (is the seed the same?)", _checksum(model), mesh.dp_group)
     if mesh.ep > 1:
-        for layer in model.layers: layer.moe = ParallelMoE(layer.moe, mesh, shared, wire)
+        make = _dispatch_maker(dispatch, chunks, tokens)
+        for layer in model.layers: layer.moe = ParallelMoE(layer.moe, mesh, shared, wire, make)
     return model
+
+def _dispatch_maker(dispatch, chunks, tokens):
+    "What makes a layer's dispatch"
+    if dispatch == "overlap": return partial(OverlapDispatch, chunks=chunks or 2, tokens=tokens)
+    return partial(ChunkedAllToAll, chunks=chunks) if chunks > 1 else AllToAllDispatch
 
 @torch.no_grad()
 def _checksum(model):

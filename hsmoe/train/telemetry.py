@@ -82,12 +82,12 @@ def peak_memory_bytes(device=torch.device("cpu")) -> int:
     scale = 1 if sys.platform == "darwin" else 1024      # Linux reports KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
-# %% ../../nbs/71_train.telemetry.ipynb #5e44464b
+# %% ../../nbs/71_train.telemetry.ipynb #71c8c4c5
 class MetricsLog:
     "Appends records to `metrics.jsonl` and passes their numbers on to TensorBoard and Weights & Biases (SPEC T-06)."
     def __init__(self, run_dir, *, tensorboard:bool=True, wandb:str="offline", config=None, resume_step=None):
         self.run_dir = Path(run_dir)
-        self.path = self.run_dir / "metrics.jsonl"
+        self.path, self.failed = self.run_dir / "metrics.jsonl", set()
         if resume_step is not None: keep_until(self.path, resume_step)
         self.file = self.path.open("a", encoding="utf-8")
         self.tensorboard = self._open_tensorboard(resume_step) if tensorboard else None
@@ -97,39 +97,57 @@ class MetricsLog:
         try: from torch.utils.tensorboard import SummaryWriter
         except ImportError: return print("tensorboard is not installed; metrics go to metrics.jsonl alone", file=sys.stderr)
         try: return SummaryWriter(self.run_dir / "tensorboard", purge_step=None if resume_step is None else resume_step + 1)
-        except OSError as e: return print(f"TensorBoard's files cannot be written ({e.strerror}); the run goes on without them", file=sys.stderr)
+        except Exception as e: return print(f"warning: TensorBoard's files cannot be written ({_line(e)}); the run goes on without them", file=sys.stderr)
 
     def _open_wandb(self, mode, config):
         try: import wandb
         except ImportError: return print("wandb is not installed; metrics go to metrics.jsonl and TensorBoard", file=sys.stderr)
-        settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
         run_id = hashlib.sha256(str(self.run_dir.resolve()).encode()).hexdigest()[:12]      # a resumed run is the same run
         try:
+            settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
             wandb.setup(settings=wandb.Settings(mode=mode))      # for the whole library: its own telemetry asks a machine elsewhere even beside an offline run
             return wandb.init(project="hsmoe", name=self.run_dir.name, id=run_id, dir=str(self.run_dir), mode=mode, config=config, settings=settings, reinit="finish_previous",
                           resume="allow" if mode == "online" else None)
-        except (wandb.Error, OSError) as e: return print(f"Weights & Biases cannot be used ({' '.join(str(e).split())}); metrics go to metrics.jsonl and TensorBoard", file=sys.stderr)
+        except Exception as e: return print(f"warning: Weights & Biases cannot be used ({_line(e)}); metrics go to metrics.jsonl and TensorBoard", file=sys.stderr)
 
     def write(self, step:int, **values) -> None:
         "Record `values` (numbers, or lists for histograms) at `step`."
         self.file.write(json.dumps(dict(step=step, **{k: _plain(v) for k, v in values.items()})) + "\n")
-        self.file.flush()
+        self.file.flush()                        # to the system: a killed process has said it
         scalars = {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
         if self.tensorboard: self._copy("tensorboard", lambda: [self.tensorboard.add_scalar(k, v, step) for k, v in scalars.items()])
         if self.wandb: self._copy("wandb", lambda: self.wandb.log(scalars, step=step))
+
+    def sync(self) -> None:
+        "Force what was written to the disk, before a checkpoint counts on it: a power failure loses the rest."
+        os.fsync(self.file.fileno())
 
     def _copy(self, sink:str, send) -> None:
         "Hand something to a sink that only copies; one that fails is left out from then on."
         try: send()
         except Exception as e:                   # each of the two libraries has errors of its own
             setattr(self, sink, None)
-            print(f"{sink} failed ({e or type(e).__name__}) and gets no more metrics; metrics.jsonl has them all", file=sys.stderr)
+            self.failed.add(sink)
+            print(f"warning: {sink} failed ({_line(e)}) and gets no more metrics; metrics.jsonl has them all", file=sys.stderr)
+
+    def rewind(self, step:int) -> None:
+        "Drop what was recorded after `step`: the run has gone back to it. (Weights & Biases keeps what it has and ignores steps told twice.)"
+        self.file.close()
+        keep_until(self.path, step)
+        self.file = self.path.open("a", encoding="utf-8")
+        if self.tensorboard: self._copy("tensorboard", self.tensorboard.close)
+        if self.tensorboard: self.tensorboard = self._open_tensorboard(step)
 
     def close(self) -> None:
         "Flush and close every sink."
         if self.tensorboard: self._copy("tensorboard", self.tensorboard.close)
         if self.wandb: self._copy("wandb", self.wandb.finish)
+        if "wandb" in self.failed:
+            with contextlib.suppress(Exception, SystemExit): sys.modules["wandb"].teardown()      # or its own hook at exit prints a traceback
         with contextlib.suppress(OSError): self.file.close()       # every line was flushed; what a full disk refused is lost
+
+def _line(e:Exception) -> str:
+    return " ".join(str(e).split()) or type(e).__name__
 
 def _plain(v):
     "A value JSON can hold: tensors become lists, NaN and infinities their names (JSON has no such numbers)."
@@ -145,19 +163,28 @@ def read_metrics(run_dir) -> list[dict]:
     "Records of a run; a last line cut by a crash is ignored, any other damage is a `MetricsError`."
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file(): raise MetricsError(f"{run_dir} has no metrics.jsonl; it is not a run folder, or the run has not started")
-    out, lines = [], path.read_bytes().split(b"\n")        # what stands behind the last newline was cut by a crash
-    for n, line in enumerate(lines[:-1], 1):
-        try: record = json.loads(line)
-        except ValueError: record = None
-        if not isinstance(record, dict) or "step" not in record:
-            raise MetricsError(f"{path}, line {n} is damaged: it is no record of a step; mend or remove that line")
-        out.append(record)
-    return out
+    records = _records(path)
+    if None in records: raise _damaged(path, records)
+    return records
+
+def _records(path:Path) -> list:
+    "One a line, None for a line that is no record"
+    def record(line):
+        try: found = json.loads(line)
+        except ValueError: return None
+        return found if isinstance(found, dict) and "step" in found else None
+    return [record(line) for line in path.read_bytes().split(b"\n")[:-1]]        # what stands behind the last newline was cut by a crash
+
+def _damaged(path:Path, records:list) -> MetricsError:
+    return MetricsError(f"{path}, line {records.index(None) + 1} is damaged: it is no record of a step; mend or remove that line")
 
 def keep_until(path:Path, step:int) -> None:
-    "Drop the records after `step` from a metrics file, through a file written aside."
+    "Drop the records after `step` from a metrics file, through a file written aside, and with them what a power failure made of their lines; `MetricsError` for damage among those that stay."
     if not path.is_file(): return
-    write_whole(path, "".join(json.dumps(r) + "\n" for r in read_metrics(path.parent) if r["step"] <= step))
+    records = _records(path)
+    while records and (records[-1] is None or records[-1]["step"] > step): records.pop()
+    if None in records: raise _damaged(path, records)
+    write_whole(path, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= step))
 
 def series(records:list[dict], name:str) -> tuple[list, list]:
     "`(steps, values)` of the records that have `name`."
@@ -205,7 +232,7 @@ def log_routing_histogram(routing_info, print_=print) -> list[list[int]]:
         print_(f"layer {i:2d}  max/mean {max(load) / (sum(load) / len(load)):.2f}  " + " ".join(f"{n:>5d}" for n in load))
     return loads
 
-# %% ../../nbs/71_train.telemetry.ipynb #53bcab57
+# %% ../../nbs/71_train.telemetry.ipynb #37ce1481
 def busiest_experts(n_experts:int, experts_share:float=0.1, top_k:int=1) -> int:
     "How many experts a router that has collapsed sends its tokens to: `experts_share` of them, rounded up, and never fewer than a token has."
     return max(top_k, math.ceil(Fraction(str(experts_share)) * n_experts))
@@ -218,9 +245,9 @@ def collapsed(load_E, tokens_share:float=0.9, experts_share:float=0.1, top_k:int
     n = busiest_experts(len(load), experts_share, top_k)
     return sum(load) > 0 and Fraction(n, len(load)) < share and sum(load[:n]) >= share * sum(load)
 
-def collapsed_layers(loads, top_k:int=1) -> list[int]:
+def collapsed_layers(loads, top_k:int=1, tokens_share:float=0.9, experts_share:float=0.1) -> list[int]:
     "Numbers of the layers whose router has `collapsed`, from one `load_E` a layer."
-    return [i for i, l in enumerate(loads) if collapsed(torch.as_tensor(l).tolist(), top_k=top_k)]
+    return [i for i, l in enumerate(loads) if collapsed(torch.as_tensor(l).tolist(), tokens_share, experts_share, top_k)]
 
 def collapse_warning(layers:list, step:int, n_experts:int, top_k:int) -> str:
     "The line that a run prints when routers first collapse: where, and what to try."
