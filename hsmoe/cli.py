@@ -40,7 +40,7 @@ USER_ERRORS = (ConfigError, CorpusError, TrainingError, CheckpointError, Metrics
 Preset = Annotated[str, typer.Option(help="Preset name or path to a YAML file.")]
 MaybePreset = Annotated[Optional[str], typer.Option("--preset", help="Preset name or path to a YAML file; default tiny.", show_default=False)]
 Overrides = Annotated[Optional[List[str]], typer.Argument(help="Overrides, key.path=value.", show_default=False)]
-Source = Annotated[Optional[List[str]], typer.Option("--source", help="Folder, text file or jsonl file to learn from; repeat for several. Default: the preset's.", show_default=False)]
+Source = Annotated[Optional[List[str]], typer.Option("--source", help="Folder, text, jsonl or parquet file, or a mixture in a .yaml file; repeat for several. Default: the preset's.", show_default=False)]
 
 def with_sources(overrides, source) -> list[str]:
     "Overrides with `--source` folded in; one of either may come without a list around it."

@@ -163,14 +163,15 @@ class ParallelSection(Section):
     routing_half_life: float = Field(1000, gt=0)                     # in steps: after so many a routed token counts half in a plan
     topology: dict[str, str | int | float] = {}                      # wires between expert-parallel ranks, as `make_topology` takes them; empty: what the machine says
 
-# %% ../nbs/00_config.ipynb #dc288be0
+# %% ../nbs/00_config.ipynb #3708fa88
 class GuardSection(Section):
     "What all guards have: how often one acts (0: never), and how long it waits after it did."
     times: int = Field(2, ge=0)
     cooldown: float = Field(0.05, ge=0)           # steps, or a fraction of the run
 
 class PerplexityGuard(GuardSection):
-    "Validation perplexity above a limit, late in the run (SPEC V-03)."
+    "Validation perplexity above a limit, late in the run (SPEC V-03). Off, but in the preset whose text the limit is for."
+    times: int = Field(0, ge=0)
     limit: float = Field(32.0, gt=1)
     after: float = Field(0.5, ge=0, lt=1)         # of the run; earlier it may be as high as it likes
     lr_factor: float = Field(0.5, gt=0, le=1)
@@ -180,7 +181,8 @@ class PerplexityGuard(GuardSection):
     sigma_factor: float = Field(2.0, gt=0)        # a collapsed router starts anew, from this many times its first standard deviation
 
 class SlowGuard(GuardSection):
-    "Steps that take too long (SPEC V-03)."
+    "Steps that take too long (SPEC V-03). Off, but in the preset whose machine the limit is for."
+    times: int = Field(0, ge=0)
     seconds: float = Field(4.5, gt=0)
     micro_factor: float = Field(0.75, gt=0, lt=1) # of train.micro_batch_sequences; the global batch stays
 

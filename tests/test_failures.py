@@ -265,7 +265,7 @@ def test_batches_without_a_live_row(batch, small_overrides, extra):
     tokens, depth = train.rows([0, 1, 2, 3])
     def step(tokens, depth):
         class Given:
-            dataset = train
+            dataset, position = train, 0
             def __next__(self): return Batch(tokens, depth, np.arange(4))
         state.loader = Given()
         return train_step(state)

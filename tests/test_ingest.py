@@ -48,15 +48,13 @@ def test_every_format_gives_the_texts_back(tmp_path, ending):
 
 
 def test_a_dataset_on_disk_and_columns_that_are_wrong(tmp_path):
-    hub = pytest.importorskip("datasets")
-    hub.Dataset.from_dict({"body": TEXTS[:20], "n": list(range(20))}).save_to_disk(str(tmp_path / "data"))
+    hub, pa, pq = pytest.importorskip("datasets"), pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    hub.Dataset(hub.table.InMemoryTable(pa.table({"body": TEXTS[:20], "n": list(range(20))})), fingerprint="made").save_to_disk(str(tmp_path / "data"))
     entry = "sources: [{name: d, path: data, format: datasets, text: %s}]"
     (tmp_path / "m.yaml").write_text(entry % "body")
     assert [t for _, t in find_documents(tmp_path / "m.yaml")] == TEXTS[:20]
     (tmp_path / "m.yaml").write_text(entry % "text")
     with pytest.raises(CorpusError, match="source d, row 1: no text under 'text'; its columns are body, n"): list(find_documents(tmp_path / "m.yaml"))
-    (tmp_path / "data" / "x.parquet").write_bytes(b"")
-    import pyarrow as pa, pyarrow.parquet as pq
     pq.write_table(pa.table({"n": [1]}), tmp_path / "x.parquet")
     with pytest.raises(CorpusError, match="no column 'text'; its columns are n"): list(find_documents(tmp_path / "x.parquet"))
 
@@ -83,20 +81,20 @@ def test_a_mixture_keeps_its_weights_and_drops_duplicates_across_formats(tmp_pat
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    "Six megabytes in three files."
+    "Four megabytes in three files."
     folder = tmp_path_factory.mktemp("source")
-    for k in range(3): (folder / f"{k}.jsonl").write_bytes(lines(f"{k} {i} " + TEXTS[i % 300] * 8 for i in range(4000)))
+    for k in range(3): (folder / f"{k}.jsonl").write_bytes(lines(f"{k} {i} " + TEXTS[i % 300] * 8 for i in range(2500)))
     train_bpe(TEXTS, 320).save(folder.parent)
     (folder.parent / "tokenizer.json").rename(folder.parent / "own.json")
     return folder
 
 
-OPTIONS = "tokenizer=sys.argv[3], val='hash', shard_tokens=300_000"
+OPTIONS = "tokenizer=sys.argv[3], val='hash', shard_tokens=200_000"
 
 
 def test_workers_and_kills_change_no_byte(source, tmp_path):
     own = source.parent / "own.json"
-    options = dict(tokenizer=str(own), val="hash", shard_tokens=300_000)
+    options = dict(tokenizer=str(own), val="hash", shard_tokens=200_000)
     whole = prepare_corpus(source, tmp_path / "whole", workers=0, **options)
     for workers in (1, 2, 3): same(whole.folder, prepare_corpus(source, tmp_path / f"w{workers}", workers=workers, **options).folder)
     code = f"import sys; from hsmoe.data.corpus import prepare_corpus; prepare_corpus(sys.argv[1], sys.argv[2], workers=1, {OPTIONS}, progress=print)"
@@ -115,7 +113,7 @@ def test_workers_and_kills_change_no_byte(source, tmp_path):
 
 def test_a_partial_folder_is_not_mixed_with_another_request_and_is_checked(source, tmp_path):
     own = source.parent / "own.json"
-    options, said = dict(tokenizer=str(own), val="hash", shard_tokens=300_000, workers=0), []
+    options, said = dict(tokenizer=str(own), val="hash", shard_tokens=200_000, workers=0), []
 
     def interrupt(line):
         if line.startswith("bigram"): raise KeyboardInterrupt
