@@ -457,7 +457,7 @@ BOUNDS = dict(mfu_percent=(36.0, 42.0), peak_gib=(130.0, None), quantisation_per
 def is_full(cfg: Config, device) -> bool:
     "Whether bounds hold: preset `5b` in its own sizes, formats and depths on a GPU, micro-batches of 4 × 4,096 tokens or more."
     five, whole = load_config("5b"), cfg.train.micro_batch_sequences * cfg.data.seq_len >= 4 * 4096
-    return torch.device(device).type == "cuda" and cfg.name == "5b" and whole and all(getattr(cfg, s) == getattr(five, s) for s in ("model", "quant", "mtp", "optim"))
+    return torch.device(device).type == "cuda" and cfg.name == "5b" and whole and not cfg.data.document_mask and all(getattr(cfg, s) == getattr(five, s) for s in ("model", "quant", "mtp", "optim"))
 
 def rate_tflops(cfg: Config, timed: Timed) -> float:
     "TFLOP/s of the counted operations, forward and backward."
