@@ -41,10 +41,13 @@ def sha256_json(description: dict) -> str:
 
 def sha256_file(path) -> str:
     "Hex SHA-256 of a file, read a megabyte at a time."
+    return _sha256_of(path).hexdigest()
+
+def _sha256_of(path):
     sha = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20): sha.update(block)
-    return sha.hexdigest()
+    return sha
 
 class Shards:
     "A 1-D array over several files, memory-mapped; `read(begin, end)` is a view inside one file and a copy across two."
@@ -91,12 +94,9 @@ class ShardWriter:
         self.names, self.lengths = list(state["names"]), list(state["lengths"])
         for i, (name, length) in enumerate(zip(self.names, self.lengths)):
             path, size, open_ = self.folder / name, length * self.dtype.itemsize, state["open"] if i == len(self.names) - 1 else None
-            os.truncate(path, size) if open_ and path.stat().st_size > size else None
-            if path.stat().st_size != size or sha256_file(path) != (open_ or self.files[name]["sha256"]): raise CorpusError(f"{path} has changed since it was written")
-            if open_:
-                self._file, self._sha = open(path, "ab"), hashlib.sha256()
-                with open(path, "rb") as f:
-                    while block := f.read(1 << 20): self._sha.update(block)
+            if open_ and path.stat().st_size > size: os.truncate(path, size)
+            if path.stat().st_size != size or (sha := _sha256_of(path)).hexdigest() != (open_ or self.files[name]["sha256"]): raise CorpusError(f"{path} has changed since it was written")
+            if open_: self._file, self._sha = open(path, "ab"), sha
 
     def _finish(self):
         if self._file is None: return

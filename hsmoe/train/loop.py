@@ -963,6 +963,9 @@ def _checkpoint_of(run_dir, step:Optional[int]) -> Path:
     if step is not None and step not in steps: raise TrainingError(f"{run_dir} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}")
     return run_dir / "checkpoints" / f"step-{steps[-1] if step is None else step}"
 
+def _misfit(folder, run_dir, e:Exception) -> TrainingError:
+    return TrainingError(f"checkpoint {folder} does not fit the configuration in {run_dir}/config.json: {' '.join(str(e).split())[:200]}")
+
 def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Config]:
     "The trained model of a run (its newest checkpoint, or that of `step`) and its configuration."
     run_dir, folder = Path(run_dir), _checkpoint_of(run_dir, step)
@@ -975,7 +978,7 @@ def load_run(run_dir, step:Optional[int]=None) -> tuple[HybridSparseMoEModel, Co
         for layer in model.layers: layer.moe.router.temperature = settings_after(cfg, state.get("guards", []))["temperature"]
     except (RuntimeError, KeyError, ValueError) as e:
         if isinstance(e, (CheckpointError, ConfigError)): raise
-        raise TrainingError(f"checkpoint {folder} does not fit the configuration in {run_dir}/config.json: {' '.join(str(e).split())[:200]}") from e
+        raise _misfit(folder, run_dir, e) from e
     if cfg.data.document_mask: model.document_begin = run_tokenizer(run_dir).bos_id
     device = pick_device(_with_train(cfg, device="auto"))      # a run of a GPU can be read on a CPU
     return model.to(device).eval(), cfg
@@ -991,6 +994,6 @@ def consolidate(run_dir, step:Optional[int]=None, out=".") -> Path:
         state.load_state_dict(stored)
     except (RuntimeError, KeyError, ValueError, ImportError) as e:
         if isinstance(e, (TrainingError, ConfigError)): raise
-        raise TrainingError(f"checkpoint {folder} does not fit the configuration in {run_dir}/config.json: {' '.join(str(e).split())[:200]}") from e
+        raise _misfit(folder, run_dir, e) from e
     Path(out).mkdir(parents=True, exist_ok=True)
     return save_checkpoint(state.model, state.optimizer, state.scheduler, state.step, out)

@@ -14,27 +14,24 @@ import torch
 
 from ..config import load_config, save_config
 from ..data.prune import PrunedTokenizer, prune_state
-from .checkpoint import CheckpointError, checkpoint_steps, load_state, save_state
-from .loop import TrainingError, run_tokenizer
+from .checkpoint import CheckpointError, load_state, save_state
+from .loop import TrainingError, _checkpoint_of, run_tokenizer
 
 # %% ../../nbs/75_train.prune.ipynb #6b99eada
 def prune_run(run_dir, pruned:PrunedTokenizer, out, step:Optional[int]=None) -> Path:
     "Write the model of a run (its newest checkpoint, or that of `step`) for the ids of `pruned` as the folder `out`, whole or not at all; the run is left as it is. SPEC M-09."
     run_dir, out = Path(run_dir), Path(out)
-    if not (run_dir / "config.yaml").is_file(): raise TrainingError(f"{run_dir} is not a run folder: it has no config.yaml")
-    steps = checkpoint_steps(run_dir / "checkpoints")
-    if not steps or step not in (None, *steps): raise TrainingError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; it has those of steps {', '.join(map(str, steps)) or 'none'}")
+    folder = _checkpoint_of(run_dir, step)
     if out.exists(): raise TrainingError(f"{out} exists already; name a folder that does not")
     pruned.remap.require(run_tokenizer(run_dir), str(run_dir))
-    step = steps[-1] if step is None else step
-    cfg, state = load_config(str(run_dir / "config.json")), prune_state(load_state(run_dir / "checkpoints" / f"step-{step}"), pruned.remap)
+    cfg, state = load_config(str(run_dir / "config.json")), prune_state(load_state(folder), pruned.remap)
     cfg = cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(vocab_size=pruned.vocab_size))))
     aside = out.with_name(out.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        save_state(aside / "checkpoints" / f"step-{step}", state)
+        save_state(aside / "checkpoints" / folder.name, state)
         pruned.save(aside)
-        (aside / "pruned.json").write_text(json.dumps(dict(run=str(run_dir.resolve()), step=step, **pruned.report), indent=1), encoding="utf-8")
+        (aside / "pruned.json").write_text(json.dumps(dict(run=str(run_dir.resolve()), step=int(folder.name.removeprefix("step-")), **pruned.report), indent=1), encoding="utf-8")
         for name in ("config.json", "config.yaml"): save_config(cfg, aside / name)
         return aside.rename(out)
     except BaseException as e:
