@@ -8,14 +8,16 @@ __all__ = ['VERSION', 'CheckpointError', 'DamagedCheckpoint', 'write_whole', 'sp
            'load_newest', 'set_aside', 'prune_checkpoints', 'Staging', 'BackgroundSave', 'rng_state', 'set_rng_state',
            'save_checkpoint', 'load_checkpoint']
 
-# %% ../../nbs/70_train.checkpoint.ipynb #07fd2c4d
+# %% ../../nbs/70_train.checkpoint.ipynb #7b66cab0
 import contextlib, json, os, random, re, shutil, threading, warnings, zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Optional
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from fastcore.basics import patch
 
 from ..data.corpus import sha256_file, sha256_json
@@ -75,7 +77,7 @@ def join_state(tensors:dict, rest):
     if isinstance(rest, list): return [join_state(tensors, v) for v in rest]
     return rest
 
-# %% ../../nbs/70_train.checkpoint.ipynb #a39e8a53
+# %% ../../nbs/70_train.checkpoint.ipynb #3d9834ea
 def _reason(error:BaseException) -> str:
     "What the operating system said, however deep the storage library wrapped it; otherwise the error's own first line."
     todo, seen = [error], []
@@ -103,6 +105,13 @@ def _give_name(tmp:Path, folder:Path) -> None:
     tmp.rename(folder)
     for p in (folder.parent, folder.parent.parent): _flush(p)
 
+def _threads(n_bytes:int) -> int:
+    "How many files, each by a thread of its own, hold so much: one for every 16 MiB, up to eight and the processors there are."
+    return max(1, min(8, os.cpu_count() or 1, n_bytes >> 24))
+
+def _checksums(paths:list[Path]) -> list[str]:
+    with ThreadPoolExecutor(_threads(sum(p.stat().st_size for p in paths))) as pool: return list(pool.map(sha256_file, paths))
+
 def _write(folder:Path, tensors:dict, rest) -> Path:
     "`save_state` of what `split_state` made"
     tmp = folder.with_name(folder.name + ".tmp")
@@ -110,8 +119,9 @@ def _write(folder:Path, tensors:dict, rest) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _quiet()
-        dcp.save(tensors, checkpoint_id=tmp, no_dist=True)
-        files = {p.name: dict(bytes=p.stat().st_size, sha256=sha256_file(p)) for p in sorted(tmp.iterdir())}
+        dcp.save(tensors, storage_writer=FileSystemWriter(tmp, thread_count=_threads(sum(v.nbytes for v in tensors.values()))), no_dist=True)
+        written = sorted(tmp.iterdir())
+        files = {p.name: dict(bytes=p.stat().st_size, sha256=sha) for p, sha in zip(written, _checksums(written))}
         shapes = {k: [list(v.shape), str(v.dtype).removeprefix("torch.")] for k, v in tensors.items()}
         meta = dict(version=VERSION, files=files, tensors=shapes, rest=rest)
         (tmp / "meta.json").write_text(json.dumps({**meta, "sha256": sha256_json(meta)}), encoding="utf-8")
@@ -128,7 +138,7 @@ def save_state(folder, state:dict) -> Path:
     "Write nested `state` aside and give it the name `folder` when it is complete; a checkpoint of that name goes only then."
     return _write(Path(folder), *split_state(state))
 
-# %% ../../nbs/70_train.checkpoint.ipynb #0744a5f4
+# %% ../../nbs/70_train.checkpoint.ipynb #322e20e9
 def _described(folder:Path) -> dict:
     "What `meta.json` says, checked"
     try:
@@ -143,14 +153,15 @@ def _described(folder:Path) -> dict:
 
 def _compare(folder:Path, files:dict, verify:bool) -> None:
     "`DamagedCheckpoint` unless the files in `folder` have the sizes, and with `verify` the checksums, that are asked for"
-    for name, want in files.items():
-        path = folder / name
+    def wrong(name):
+        path, want = folder / name, files[name]
         try:
-            if not path.is_file(): raise DamagedCheckpoint(f"checkpoint {folder} is damaged: file {name} is missing")
-            if path.stat().st_size != want["bytes"]:
-                raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} has {path.stat().st_size:,} bytes instead of {want['bytes']:,}")
-            if verify and sha256_file(path) != want["sha256"]: raise DamagedCheckpoint(f"checkpoint {folder} is damaged: the checksum of {name} differs")
-        except OSError as e: raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} cannot be read ({e.strerror or e})") from None
+            if not path.is_file(): return f"file {name} is missing"
+            if path.stat().st_size != want["bytes"]: return f"{name} has {path.stat().st_size:,} bytes instead of {want['bytes']:,}"
+            if verify and sha256_file(path) != want["sha256"]: return f"the checksum of {name} differs"
+        except OSError as e: return f"{name} cannot be read ({e.strerror or e})"
+    with ThreadPoolExecutor(_threads(sum(want["bytes"] for want in files.values()))) as pool: found = [w for w in pool.map(wrong, files) if w]
+    if found: raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {found[0]}")
 
 def load_state(folder, verify:bool=True) -> dict:
     "Read a checkpoint written by `save_state` or `save_part`; `DamagedCheckpoint` names the missing or damaged file."
