@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VERSION', 'sample_texts', 'sha256_json', 'sha256_file', 'Shards', 'ShardWriter', 'Split', 'Corpus', 'lock_folder',
-           'Progress', 'prepare_corpus']
+           'Progress', 'prepare_corpus', 'join_corpora']
 
 # %% ../../nbs/51_data.corpus.ipynb #3213498b
 import fcntl, hashlib, heapq, json, math, os, secrets, shutil, time
@@ -34,7 +34,7 @@ def sample_texts(documents,         # iterator of (id, text)
             while held - len(heap[0][1]) >= size: held -= len(heapq.heappop(heap)[1])
     return [part for _, part in sorted(heap, reverse=True)]
 
-# %% ../../nbs/51_data.corpus.ipynb #2bc79f6f
+# %% ../../nbs/51_data.corpus.ipynb #8b3e6da3
 def sha256_json(description: dict) -> str:
     "Hex SHA-256 of what a mapping says as JSON; the same for what was written and what was read back."
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()
@@ -107,7 +107,7 @@ class ShardWriter:
         self._finish()
         return Shards([self.folder / n for n in self.names], self.lengths, self.dtype)
 
-# %% ../../nbs/51_data.corpus.ipynb #d352c166
+# %% ../../nbs/51_data.corpus.ipynb #9d8db5b7
 VERSION = 2
 
 class Split(NamedTuple):
@@ -152,11 +152,17 @@ class Corpus:
 
     def split(self, name: str) -> Split:
         if name not in self.manifest["splits"]: raise CorpusError(f"{self.folder} has no split {name!r}, only {', '.join(self.manifest['splits'])}")
+        if part := self.manifest["request"].get("part"): raise CorpusError(f"{self.folder} is part {part[0]} of {part[1]} of a corpus and has no depths: join the parts first (hsmoe prepare --join {part[1]})")
         s = self.manifest["splits"][name]
-        def shards(kind, dtype): return Shards([self.folder / x[kind] for x in s["shards"]], [x["length"] for x in s["shards"]], dtype)
-        tokens = shards("tokens", np.dtype(self.manifest["dtype"]).newbyteorder("<"))
-        return Split(name, tokens, shards("depth", np.uint8), np.load(self.folder / f"{name}.docs.npy", mmap_mode="r"), s["bytes"], 
+        return Split(name, self.shards(name), self.shards(name, "depth", np.uint8), self.starts(name), s["bytes"], 
                      s["mean_depth"], self.vocab_size, self.manifest["tokenizer"]["pad_id"], self.fingerprint, self.manifest["tokenizer"]["bos_id"])
+
+    def shards(self, name: str, kind: str = "tokens", dtype=None) -> Shards:
+        "Ids of a split, or its depths; a part has only ids."
+        found = self.manifest["splits"][name]["shards"]
+        return Shards([self.folder / x[kind] for x in found], [x["length"] for x in found], dtype or np.dtype(self.manifest["dtype"]).newbyteorder("<"))
+
+    def starts(self, name: str): return np.load(self.folder / f"{name}.docs.npy", mmap_mode="r")
 
     @cached_property
     def tokenizer(self):
@@ -203,7 +209,7 @@ def _own_folder(folder):
         if folder.is_dir(): return fd
         os.close(fd)
 
-# %% ../../nbs/51_data.corpus.ipynb #7806a4cc
+# %% ../../nbs/51_data.corpus.ipynb #2df36e81
 _CHUNK = 1 << 21      # tokens handled at once after encoding
 
 class Progress:
@@ -243,7 +249,7 @@ class _Preparation:
         if not few: raise CorpusError(f"no text in {', '.join(self.request['sources'])}: {len(files)} files, of which {_listed(self.counts)}")
         val = request["val"]
         self.val = val if val != "auto" else "hash" if few == 20 else "tail"
-        self.fraction = request["val_fraction"] or (0.05 if self.val == "hash" else 0.1)
+        self.fraction, self.part = request["val_fraction"] or (0.05 if self.val == "hash" else 0.1), tuple(request.get("part", (1, 1)))
 
     def documents(self): return split_documents(find_documents(self.source, turns=False), self.val, self.fraction)
 
@@ -269,7 +275,7 @@ def make_tokenizer(self: _Preparation, kind, note=None): # note: of the process 
     n, asked, say = self.tokenizer.vocab_size, self.request["vocab_size"], self.progress.say
     if say and kind == "bpe" and n < asked: say(f"vocabulary: {n} of {asked} ids, since the text has no more pairs to join; the model leaves the others unused")
 
-# %% ../../nbs/51_data.corpus.ipynb #00a71f2f
+# %% ../../nbs/51_data.corpus.ipynb #29ba84c5
 _SMALL = 64.0         # MB of sources up to which one process encodes, unless workers are asked for
 
 class _Encoding:
@@ -332,7 +338,7 @@ def encode(self: _Preparation, workers=None, note=None):
     work = _Encoding(self.folder, self.dtype, self.request["shard_tokens"], self.files, note)
     dtype = work.writers["train"].dtype
     self.progress.start("encode", self.mb, "MB", work.read / 1e6)
-    with Pool(workers, self.folder, self.tokenizer, self.val, self.fraction, dtype) as pool:
+    with Pool(workers, self.folder, self.tokenizer, self.val, self.fraction, dtype, self.part) as pool:
         for portion, answer in pool.encoded(portions(self.source, 1 << 20 if workers else 1 << 22, work.cursor, work.read)):
             before = work.read
             if work.take(portion, answer): work.note(self.key)
@@ -358,7 +364,7 @@ def check_lengths(self: _Preparation, seq_len):
             raise CorpusError(f"the {name} split has {s['tokens']} tokens, fewer than one sequence of {seq_len} and its next token: "
                               "give more text or a shorter sequence")
 
-# %% ../../nbs/51_data.corpus.ipynb #3af84f6b
+# %% ../../nbs/51_data.corpus.ipynb #36aa0e83
 def _chunks(n): return ((b, min(b + _CHUNK, n)) for b in range(0, n, _CHUNK))
 
 @patch
@@ -401,6 +407,12 @@ def write_depths(self: _Preparation):
     self.depth = {**bands, "horizon": 10, "target": r["depth_target"], "scale": scale, "heuristics": r["heuristics"]}
 
 @patch
+def without_depths(self: _Preparation):
+    "A part's shards; depths come when all parts are joined."
+    self.depth = None
+    for name, s in self.splits.items(): s["shards"] = [{"tokens": a, "length": n} for a, n in zip(self.writers[name].names, self.writers[name].lengths)]
+
+@patch
 def write_manifest(self: _Preparation):
     names = [n for n in ("tokenizer.json", "special_tokens_map.json", "bigram.npz", "train.docs.npy", "val.docs.npy") if (self.folder / n).is_file()]
     for name in names:
@@ -413,7 +425,7 @@ def write_manifest(self: _Preparation):
     for name in ("train.begins", "val.begins", "digests", "state.json"): (self.folder / name).unlink(missing_ok=True)
     (self.folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": sha256_json(manifest)}, indent=1), encoding="utf-8")
 
-# %% ../../nbs/51_data.corpus.ipynb #891ef09a
+# %% ../../nbs/51_data.corpus.ipynb #14c7bb36
 def prepare_corpus(sources,                   # "stdlib", a path, a mixture's .yaml, a `Source`, or a list of them
                    out,                       # folder to make; must not exist
                    *, tokenizer="bpe",        # "bpe", "char", "llama3", the path of a tokenizer's file or folder, or a `Tokenizer`
@@ -426,6 +438,7 @@ def prepare_corpus(sources,                   # "stdlib", a path, a mixture's .y
                    shard_tokens: int = 1 << 28, # tokens a file
                    sample_chars: int = 1 << 22, # characters the BPE is trained on
                    workers: int | None = None, # processes that tokenise; None: as many as cores where there is much text; 0: none
+                   part: tuple | None = None,   # (i, n): only the documents of part i (from 1) of n, without depths; `join_corpora` makes the corpus of all n
                    special_tokens: dict | None = None, # names of begin, end and pad in a tokenizer's file, where they cannot be found
                    progress=None) -> Corpus:  # called with one line of text at a time, for instance `print`
     "Make the corpus folder `out`; SPEC T-01, A-01. Whatever is wrong is a `CorpusError` and leaves nothing behind."
@@ -437,34 +450,104 @@ def prepare_corpus(sources,                   # "stdlib", a path, a mixture's .y
     if special_tokens: request["special_tokens"] = dict(special_tokens)
     if not custom and tokenizer not in ("bpe", "char", "llama3") and not Path(tokenizer).exists():
         raise CorpusError(f"tokenizer {str(tokenizer)!r} is unknown: bpe, char, llama3, or the path of a tokenizer.json, a tiktoken file or a folder with one")
+    if part is not None:
+        if not 1 <= part[0] <= part[1]: raise CorpusError(f"part {part[0]} of {part[1]}: parts are counted from 1")
+        if tokenizer in ("bpe", "char"): raise CorpusError(f"part {part[0]} of {part[1]}: all parts need the same tokenizer, so name a finished one (llama3 or a file), not {tokenizer!r}, which is made from the text")
+        request["part"] = list(part)
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0): raise CorpusError(f"workers {workers!r} must be a number of processes, 0 for none")
     if val not in ("auto", "hash", "tail"): raise CorpusError(f"val {val!r} is unknown: auto, hash or tail")
     if val_fraction is not None and not 0 < val_fraction < 1: raise CorpusError(f"val_fraction {val_fraction} must lie between 0 and 1")
     if shard_tokens < 1 or sample_chars < 1: raise CorpusError(f"shard_tokens {shard_tokens} and sample_chars {sample_chars} must be positive")
     if not sources: raise CorpusError("no source was given: a folder, a text file, a .jsonl file, or stdlib")
     if out.exists(): raise CorpusError(f"{out} exists already: remove it or choose another folder")
-    new, part, lock, keep = [p for p in out.parents if not p.exists()], None, None, True      # parent folders that we make, nearest first
+    new, partial, lock, keep = [p for p in out.parents if not p.exists()], None, None, True      # parent folders that we make, nearest first
     try:
         files = list_files(sources)
         key = sha256_json(dict(request=request, version=VERSION, files=files_state(files), tokenizer=tokenizer.backend.to_str() if custom else ""))
-        part, lock = _take_up(out, key)
-        note = _read_state(part, key) if part else None
+        partial, lock = _take_up(out, key)
+        note = _read_state(partial, key) if partial else None
         if note is None:
-            part = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-        p = _Preparation(part, files, request, Progress(progress)); p.key = key
-        if note is None: lock = _own_folder(part)
+            partial = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        p = _Preparation(partial, files, request, Progress(progress)); p.key = key
+        if note is None: lock = _own_folder(partial)
         elif progress: progress(f"taking up what was begun: {note['read'] / 1e6:.1f} MB are encoded")
         p.make_tokenizer(tokenizer, note); p.encode(workers, note)
-        p.check_lengths(seq_len); p.write_depths(); p.write_manifest()
-        part.rename(out)
+        if part is None: p.check_lengths(seq_len); p.write_depths()
+        else: p.without_depths()
+        p.write_manifest()
+        partial.rename(out)
     except OSError as e:
         if out.exists(): raise CorpusError(f"{out} exists already: another process made it meanwhile") from e
         raise CorpusError(f"cannot prepare {out}: {e}") from e
     except CorpusError: keep = False; raise
     except ValueError as e: keep = False; raise CorpusError(f"cannot prepare {out}: {e}") from e
     finally:
-        if part is not None and (out.exists() or not keep or not (part / "state.json").is_file()): shutil.rmtree(part, ignore_errors=True)
+        if partial is not None and (out.exists() or not keep or not (partial / "state.json").is_file()): shutil.rmtree(partial, ignore_errors=True)
         if lock is not None: os.close(lock)
         with suppress(OSError):                             # they stay where they hold the corpus
             for p in new: p.rmdir()
+    return Corpus.open(out)
+
+# %% ../../nbs/51_data.corpus.ipynb #d1bde0ee
+_OWN = "documents", "duplicate", "held_out", "bytes", "tokens"      # counts of a part's documents; all others are of what each part finds in all files
+
+def _one_corpus(parts):
+    "`CorpusError` unless these are all the parts of one corpus, in order"
+    def same(c): return {**c.manifest["request"], "part": c.manifest["request"]["part"][1]}, c.manifest["files"]["tokenizer.json"]
+    for c in parts:
+        if "part" not in c.manifest["request"]: raise CorpusError(f"{c.folder} is no part of a corpus but a whole one")
+        if same(c) != same(parts[0]): raise CorpusError(f"{c.folder} and {parts[0].folder} are no parts of one corpus: settings, number of parts or tokenizer differ")
+    places = [c.manifest["request"]["part"] for c in parts]
+    if [p[0] for p in places] != list(range(1, places[0][1] + 1)):
+        raise CorpusError(f"a corpus of {places[0][1]} parts needs each of them once, and there are {', '.join(str(p[0]) for p in places)}")
+
+class _Joining(_Preparation):
+    "Parts on their way to being one corpus: all their tokens one behind the other in `folder`, their counts added."
+    def __init__(self, folder, parts, progress):
+        first, self.folder, self.progress, self.files, self.tokenizer = parts[0].manifest, folder, progress, {}, parts[0].tokenizer
+        self.request = {k: v for k, v in first["request"].items() if k != "part"}
+        self.val, self.fraction, self.dtype = first["val"], first["val_fraction"], first["dtype"]
+        for name in ("tokenizer.json", "special_tokens_map.json"):
+            if name in first["files"]: shutil.copy(parts[0].folder / name, folder / name)
+        def added(found):
+            keys = sorted({k for counts in found for k in counts} - {"other_part"})
+            return {k: (sum if k in _OWN else max)(counts.get(k, 0) for counts in found) for k in keys}
+        self.sources = {name: added([c.manifest["sources"].get(name, {}) for c in parts]) for name in sorted({name for c in parts for name in c.manifest["sources"]})}
+        self.counts = sum((Counter({k: n for k, n in c.items() if k not in ("bytes", "tokens")}) for c in self.sources.values()), Counter())
+        self.splits = {s: {key: sum(c.manifest["splits"][s][key] for c in parts) for key in ("tokens", "documents", "bytes")} for s in SPLITS}
+        self.writers = {s: ShardWriter(folder, s, "tokens", np.dtype(self.dtype).newbyteorder("<"), self.request["shard_tokens"], self.files) for s in SPLITS}
+        progress.start("join", sum(s["tokens"] for s in self.splits.values()) / 1e6, "M tokens")
+        self.starts = {s: self._append(s, parts) for s in SPLITS}
+        self.shards = {s: w.close() for s, w in self.writers.items()}
+        progress.end()
+
+    def _append(self, split, parts):
+        "Copy the tokens of a split; where its documents begin"
+        starts, at = [], 0
+        for c in parts:
+            tokens = c.shards(split)
+            for b, e in _chunks(len(tokens)): self.writers[split].write(tokens.read(b, e)); self.progress.add((e - b) / 1e6)
+            starts.append(c.starts(split) + at); at += len(tokens)
+        np.save(self.folder / f"{split}.docs.npy", np.concatenate(starts))
+        return np.concatenate(starts)
+
+def join_corpora(parts,                    # folders of all parts, in any order
+                 out,                      # folder to make; must not exist
+                 *, seq_len: int | None = None, progress=None) -> Corpus:
+    "Make the corpus `out` of the parts that `prepare_corpus(part=…)` made, which stay; SPEC T-01. Whatever is wrong is a `CorpusError` and leaves nothing behind."
+    out = Path(out)
+    if out.exists(): raise CorpusError(f"{out} exists already: remove it or choose another folder")
+    opened = sorted((Corpus.open(p, verify=True) for p in parts), key=lambda c: c.manifest["request"].get("part", [0])[0])
+    _one_corpus(opened)
+    _take_up(out)
+    partial = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    lock = _own_folder(partial)
+    try:
+        p = _Joining(partial, opened, Progress(progress))
+        p.check_lengths(seq_len); p.write_depths(); p.write_manifest()
+        partial.rename(out)
+    except OSError as e: raise CorpusError(f"cannot join {out}: {e}") from e
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if lock is not None: os.close(lock)
     return Corpus.open(out)

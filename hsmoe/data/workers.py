@@ -71,7 +71,7 @@ def split_documents(documents, val: str, fraction: float):
             cut = int(len(text) * (1 - fraction))
             yield from ((split, id, part) for split, part in (("train", text[:cut]), ("val", text[cut:])) if part)
 
-# %% ../../nbs/50_data.workers.ipynb #7a565164
+# %% ../../nbs/50_data.workers.ipynb #d79b51fa
 SPLITS = "train", "val"
 
 class Segment(NamedTuple):
@@ -107,8 +107,8 @@ def portions(files, size: int = 1 << 20, at: Cursor = Cursor(), read: int = 0): 
             segments, held, many = [], 0, 0
     if segments: yield Portion(segments, last, done + position)
 
-def tokenise(segments, tok: Tokenizer, val: str, fraction: float, dtype):
-    "`Encoded` of a portion's segments. A source that is read again gives nothing to validation."
+def tokenise(segments, tok: Tokenizer, val: str, fraction: float, dtype, part=(1, 1)):
+    "`Encoded` of a portion's segments, or of those documents that belong to `part` (i of n). A source that is read again gives nothing to validation."
     digests, sources, counts, error, parts = [], [], [], "", []
     try:
         for file, numbers, payloads in segments:
@@ -117,6 +117,7 @@ def tokenise(segments, tok: Tokenizer, val: str, fraction: float, dtype):
             for number, payload in zip(numbers, payloads):
                 if (found := document(file, number, payload, count)) is None: continue
                 if (digest := wanted(file, *found, count)) is None: continue
+                if int.from_bytes(digest[:8], "little") % part[1] != part[0] - 1: count["other_part"] += 1; continue
                 mine = [(s, len(digests), t) for s, _, t in split_documents([found], val, fraction) if s == "train" or not file.turn]
                 if not mine: count["held_out"] += 1; continue
                 digests.append(digest); parts += mine; sources[-1][1] = len(digests) - begin
@@ -146,7 +147,7 @@ def _encode(parts, tok, lengths, dtype):
     flush()
     return {s: np.concatenate(v) if v else np.empty(0, dtype) for s, v in out.items()}
 
-# %% ../../nbs/50_data.workers.ipynb #c838e709
+# %% ../../nbs/50_data.workers.ipynb #bd214bc0
 def cores():
     "Cores that this process may use."
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -166,8 +167,8 @@ class Pool:
     "Tokenises portions in order: `encoded(portions)`. A context manager that ends its processes."
     def __init__(self, workers: int,       # processes; 0: this one, with the tokenizer's own threads
                  folder,                   # of the tokenizer
-                 tok: Tokenizer, val: str, fraction: float, dtype):
-        self.workers, self.tok, self.how, self._idle, self._all = workers, tok, (val, fraction, dtype), queue.SimpleQueue(), []
+                 tok: Tokenizer, val: str, fraction: float, dtype, part=(1, 1)):
+        self.workers, self.tok, self.how, self._idle, self._all = workers, tok, (val, fraction, dtype, part), queue.SimpleQueue(), []
         code = f"import sys; sys.path[:] = {sys.path!r}; from hsmoe.data.workers import serve; serve()"
         env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         for _ in range(workers):
