@@ -11,7 +11,7 @@ __all__ = ['DISPATCH_WIRES', 'COMBINE_WIRES', 'WAYS', 'PUT_WAYS', 'BLOCK_BOUNDS'
            'settle_part', 'Cell', 'stage_of', 'by_stage', 'c04_columns', 'c04_table', 'Steps', 'time_rank_steps',
            'time_layer_sums', 'step_part', 'step_rows', 'rank_main', 'measure']
 
-# %% ../nbs/89_speed_comm.ipynb #2cb86475
+# %% ../nbs/89_speed_comm.ipynb #6bfe52c5
 import contextlib
 import functools
 import json
@@ -34,7 +34,7 @@ from .comm.dispatch import AllToAllDispatch, gather_rows
 from .comm.mesh import Arrived, Mesh, Meter, Pending, Traffic, all_reduce_, all_to_all_rows, barrier, gather_objects, reduce_scatter_rows, run_ranks, same_everywhere, start, stop
 from .comm.overlap import ChunkedAllToAll, OverlapDispatch
 from .comm.puts import why_no_overlap
-from .comm.settle import ShardedOptimizer, _FileWindow, _gather, _SymmetricWindow, is_routed, why_no_put
+from .comm.settle import ShardedOptimizer, _gather, is_routed, put_window, why_no_put
 from .comm.wire import Wire
 from .config import from_dict, load_config, resolve, to_dict
 from .data.corpus import Corpus
@@ -184,7 +184,7 @@ def puts_taken_out(takes: list):
         out.copy_(rows)
     with _puts_by(lambda device: real(device)._replace(put=lambda *args: None, take=take)): yield
 
-# %% ../nbs/89_speed_comm.ipynb #35e15daf
+# %% ../nbs/89_speed_comm.ipynb #4565f0d8
 def size_name(nbytes: float) -> str:
     "25mb, or 0.31mb where there are few"
     return f"{nbytes / 1e6:.0f}mb" if nbytes >= 1e7 else f"{nbytes / 1e6:.2g}mb"
@@ -192,7 +192,7 @@ def size_name(nbytes: float) -> str:
 def _window(elements: int, dtype, mesh: Mesh):
     "Memory of each rank that all can write, or the reason why there is none"
     if why := why_no_put(mesh): return why
-    try: return (_SymmetricWindow if mesh.device.type == "cuda" else _FileWindow)(elements, dtype, mesh.dp_group, mesh.device)
+    try: return put_window(elements, dtype, mesh.dp_group, mesh.device)
     except (RuntimeError, ValueError) as e: return (str(e).splitlines() or [type(e).__name__])[0]
 
 def raw_part(asked: dict, mesh: Mesh, note: Callable) -> tuple[list, dict]:
