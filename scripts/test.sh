@@ -19,7 +19,7 @@ section() {     # section TITLE COMMAND…
 
 environment() {
     if [ -n "${HSMOE_PYTHON:-}" ]; then echo "Using $HSMOE_PYTHON, as HSMOE_PYTHON says."
-    else bash "$here/setup_env.sh" --if-needed; fi
+    else bash "$here/setup_env.sh" --if-needed --extras data,export,eval; fi
     bash "$here/env.sh"
 }
 
@@ -51,7 +51,7 @@ notebooks() {
     OMP_NUM_THREADS=1 nbdev_test --n_workers 2 --timing ${flags[@]+"${flags[@]}"}
 }
 
-tests() { python -m pytest --junitxml="$scratch/pytest.xml" -o junit_family=xunit2; }
+tests() { python -m pytest -n 2 --dist worksteal --junitxml="$scratch/pytest.xml" -o junit_family=xunit2; }
 count_tests() { # adds pytest's own figures
     [ -f "$scratch/pytest.xml" ] || return 0
     local p f s
