@@ -77,6 +77,23 @@ def test_quantised_checkpoints_go_to_any_number_of_processes(tmp_path, small_cor
     assert score.returncode == 0 and json.loads(score.stdout[score.stdout.index("{"):])["val_loss"] == json.loads((two / "report.json").read_text())["val_loss"], score.stderr[-2000:]
 
 
+@pytest.mark.slow
+def test_blocks_are_enlarged_by_all_processes(tmp_path, small_corpus, overrides):
+    "A gradient norm above the limit sends both runs back twice, each time with larger blocks; a resumed run has them, too"
+    over = overrides + ["guards.unstable.norm=2.5", "guards.unstable.enlarge_from=1", "guards.unstable.times=30", "guards.unstable.cooldown=1", "train.checkpoint_every=1", "train.length=4 steps",
+                        "parallel.weights_wire=packed"]
+    one, two = (train(world, tmp_path, str(world), small_corpus, over) for world in (1, 2))
+    acted = [[(a["step"], a["guard"]["after"]) for a in read_metrics(run) if "guard" in a] for run in (one, two)]
+    assert acted[0] == acted[1] and [after["enlarged"] for _, after in acted[0] if "enlarged" in after] == [1, 2]
+    for a, b in zip(curve(one), curve(two), strict=True): assert b == pytest.approx(a, rel=1e-4)
+    for run in (one, two): assert set(load_state(latest_checkpoint(run / "checkpoints"))["formats"]["weights"].values()) == {"nvfp4:16x16"}
+    again = tmp_path / "again"
+    subprocess.run(["cp", "-r", two, again], check=True)
+    for path in (again / "report.json", again / "checkpoints/step-4"): subprocess.run(["rm", "-r", path], check=True)
+    result = launch(2, tmp_path, "train", "--resume", again)
+    assert result.returncode == 0 and curve(again) == curve(two), result.stderr[-2000:]
+
+
 def test_what_is_refused(tmp_path, small_corpus, small_overrides):
     def said(world, *more):
         result = launch(world, tmp_path, "train", "--corpus", small_corpus, *small_overrides, "train.length=2 steps", *more)

@@ -125,14 +125,14 @@ def dominated_guard(history, now, cfg, total) -> Optional[Action]:
     if share <= cfg.guards.dominated.share or block <= 128: return None
     return Action("dominated", history[-1]["step"], f"one element dominates {share:.1%} of the blocks of the second moment, above {cfg.guards.dominated.share:.1%}", dict(state_block=block), dict(state_block=block // 2))
 
-# %% ../../nbs/72_train.guards.ipynb #ae62a1aa
+# %% ../../nbs/72_train.guards.ipynb #090afec3
 def stuck(step:int, actions:list) -> bool:
     "Whether a batch was left out after this very step already: no step has worked since."
     mine = [a for a in actions if a["guard"] == "unstable"]
     return bool(mine) and not mine[-1]["after"] and mine[-1]["step"] == step
 
-def unstable_guard(step:int, loss:float, norm:float, position:int, actions:list, now:dict, cfg:Config, total:int, enlarge:bool=True) -> Optional[Action]:
-    """What to do about a step that was not applied (SPEC V-04, Q-10): `step` is the one before it, `position` where its batch begins, `enlarge` whether blocks can be enlarged.
+def unstable_guard(step:int, loss:float, norm:float, position:int, actions:list, now:dict, cfg:Config, total:int) -> Optional[Action]:
+    """What to do about a step that was not applied (SPEC V-04, Q-10): `step` is the one before it, `position` where its batch begins.
 
     None where the guard is off or has acted as often as it may."""
     g, mine = cfg.guards.unstable, [a for a in actions if a["guard"] == "unstable"]
@@ -141,7 +141,7 @@ def unstable_guard(step:int, loss:float, norm:float, position:int, actions:list,
     again = stuck(step, actions)
     if mine and not again and step - mine[-1]["step"] < to_steps(g.cooldown, total): return Action("unstable", step, what + ": the batch is left out", passed=position)
     after = dict(lr_scale=now["lr_scale"] * g.lr_factor)
-    if enlarge and 1 + sum("lr_scale" in a["after"] for a in mine) >= g.enlarge_from and now["enlarged"] < 2: after["enlarged"] = now["enlarged"] + 1
+    if 1 + sum("lr_scale" in a["after"] for a in mine) >= g.enlarge_from and now["enlarged"] < 2: after["enlarged"] = now["enlarged"] + 1
     return Action("unstable", step, what + (": back to a checkpoint before it, since none of the batches works" if again else ": back to the last good checkpoint, and past the batch"), {k: now[k] for k in after}, after, passed=position)
 
 # %% ../../nbs/72_train.guards.ipynb #bd697fe3
