@@ -163,7 +163,7 @@ class ParallelSection(Section):
     routing_half_life: float = Field(1000, gt=0)                     # in steps: after so many a routed token counts half in a plan
     topology: dict[str, str | int | float] = {}                      # wires between expert-parallel ranks, as `make_topology` takes them; empty: what the machine says
 
-# %% ../nbs/00_config.ipynb #3708fa88
+# %% ../nbs/00_config.ipynb #90fe0fc7
 class GuardSection(Section):
     "What all guards have: how often one acts (0: never), and how long it waits after it did."
     times: int = Field(2, ge=0)
@@ -223,6 +223,7 @@ class GuardsSection(Section):
     skew: SkewGuard = SkewGuard()
     dominated: DominatedGuard = DominatedGuard()
     undo: tuple[int, ...] = ()                    # numbers of actions to take back when a run is resumed
+    alerts: tuple[dict[Literal["file", "command", "webhook"], str], ...] = ()   # who is told of actions and of the end of a run (SPEC V-06)
 
 # %% ../nbs/00_config.ipynb #1bddf9a4
 class BackendsSection(Section):

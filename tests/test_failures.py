@@ -398,7 +398,7 @@ def test_overrides_of_every_type():
 
 
 def test_a_folder_for_a_file_and_a_file_for_a_folder(tmp_path, monkeypatch, small_corpus, small_overrides):
-    from hsmoe.cli import check_parameters, run_notebook
+    from hsmoe.notebook import check_parameters, run_notebook
     monkeypatch.chdir(tmp_path)
     for folder in ("a.yaml", "a.jsonl", "a.ipynb", "run/config.yaml"): Path(folder).mkdir(parents=True)
     Path("file").write_text("text")

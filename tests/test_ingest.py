@@ -157,3 +157,27 @@ def test_the_configuration_reaches_tokenizer_special_tokens_and_overlap(source, 
         with pytest.raises(ConfigError, match=says): load_config("tiny", [*base, bad])
     with pytest.raises(CorpusError, match="is unknown: bpe, char, llama3, or the path"): prepare_corpus(source, tmp_path / "x", tokenizer="nowhere.json")
     assert load_tokenizer(own).encode_padded(["ab"], 8)[0][0, 0] == 0
+
+
+def test_a_slurm_array_makes_the_corpus(source, tmp_path):
+    "scripts/prepare.sbatch with Slurm's variables and an `sbatch` that notes what it is given; what it noted is run when all parts are there."
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text('#!/bin/sh\nfor last; do :; done\nprintf %s "$last" > wrapped; printf "%s\\n" "$@" > given\n')
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    small = tmp_path / "small.jsonl"
+    small.write_bytes(lines(f"{i} " + TEXTS[i % 300] for i in [*range(400), 0, 1, 2]))
+    asked = ["--preset", "tiny", "data.seq_len=64", f"data.tokenizer={source.parent / 'own.json'}", f"data.sources={json.dumps([str(small)])}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]), "SLURM_SUBMIT_DIR": str(tmp_path),
+           "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
+    for task in ("2", "1"):
+        subprocess.run(["bash", str(ROOT / "scripts/prepare.sbatch"), *asked], env={**env, "SLURM_ARRAY_TASK_ID": task}, check=True, capture_output=True, cwd=tmp_path)
+        assert (tmp_path / "wrapped").exists() == (task == "1"), "the first of the array submits the job that joins"
+    assert "--dependency=afterok:7" in (tmp_path / "given").read_text().splitlines()
+    part = next((tmp_path / "corpora").glob("*-part-1-of-2"))
+    with pytest.raises(CorpusError, match=r"part 1 of 2 of a corpus .* join the parts first"): Corpus.open(part).split("train")
+    done = subprocess.run(["bash", "-c", (tmp_path / "wrapped").read_text()], env=env, check=True, capture_output=True, text=True, cwd=tmp_path)
+    folder = tmp_path / done.stdout.splitlines()[-1]
+    assert folder == corpus_dir_for(load_config("tiny", asked[2:]), tmp_path / "corpora")
+    whole = prepare_corpus(small, tmp_path / "whole", tokenizer=asked[3].split("=")[1], vocab_size=768).manifest
+    joined = Corpus.open(folder, verify=True).manifest
+    assert joined["counts"] == whole["counts"] == {"documents": 400, "duplicate": 3} and joined["splits"]["val"]["bytes"] == whole["splits"]["val"]["bytes"]

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SOFTMAX_MODES', 'ATTENTION', 'RMSNorm', 'rope_table', 'apply_rope', 'quantized_attention_reference',
-           'quantized_attention', 'KVCache', 'reference_attend', 'triton_attend', 'attention_sites',
+           'quantized_attention', 'RowPlaces', 'KVCache', 'reference_attend', 'triton_attend', 'attention_sites',
            'attention_differs', 'stacked_linear', 'Attention']
 
-# %% ../../nbs/30_model.attention.ipynb #f21d1c4c
+# %% ../../nbs/30_model.attention.ipynb #1b0969d0
 import math
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -201,11 +202,10 @@ class _QuantizedAttention(torch.autograd.Function):
         (qs, ks), dt = ctx.like, ctx.dtype
         return dq.view(qs).to(dt), dk.view(ks).to(dt), dv.view(ks).to(dt), *[None] * 5
 
-# %% ../../nbs/30_model.attention.ipynb #6f1a23be
-def _visible(documents):
-    "What each query may see, bool [B, 1, S, S]"
-    S = documents.begin_BS.shape[1]
-    return documents.hidden(0, S, S).logical_not_().tril_()[:, None]
+# %% ../../nbs/30_model.attention.ipynb #6399376d
+def _visible(documents, n, seen):
+    "What each of n queries, the last ones, may see of `seen` keys, bool [B, 1, n, seen]"
+    return documents.hidden(0, n, seen).logical_not_().tril_(seen - n)[:, None]
 
 def quantized_attention(
     q_BHSK,             # queries at positions offset ... offset+S-1
@@ -215,7 +215,7 @@ def quantized_attention(
     softmax="online",   # or "normalised"
     offset:int=0,       # position of the first query
     dropout:float=0.0,  # share of the weights that is dropped
-    documents:"Documents | None"=None,     # with offset 0; None: a query sees all keys before it
+    documents:"Documents | RowPlaces | None"=None,     # `Documents` with offset 0; None: a query sees all keys before it
 ):
     """Causal attention with rounded probabilities; `scaled_dot_product_attention` when they are left alone.
 
@@ -225,35 +225,66 @@ def quantized_attention(
     if seen != offset + n: raise ValueError(f"quantized_attention: {n} queries from position {offset} need {offset + n} keys, not {seen}")
     quant = _quantiser(probs, softmax)
     if quant is not None: return _QuantizedAttention.apply(q_BHSK, k_BHSK, v_BHSK, quant, softmax == "online", offset, dropout, documents)
-    if documents is not None: return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, attn_mask=_visible(documents), dropout_p=dropout)
+    if documents is not None: return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, attn_mask=_visible(documents, n, seen), dropout_p=dropout)
     if offset == 0 or n == 1: return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, dropout_p=dropout, is_causal=offset == 0)
     visible = torch.ones(n, seen, dtype=torch.bool, device=q_BHSK.device).tril_(offset)
     return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, attn_mask=visible, dropout_p=dropout)
 
-# %% ../../nbs/30_model.attention.ipynb #73146331
+# %% ../../nbs/30_model.attention.ipynb #2631b7c4
+class RowPlaces(NamedTuple):
+    "The place of each query where the rows of a cache have different lengths; it stands where `Documents` stand."
+    at_BS: torch.Tensor     # int64
+
+    def hidden(self, first:int, last:int, keys:int) -> torch.Tensor:
+        "True where a query of `first` … `last` − 1 must not see a key, since that comes after it: bool [B, last − first, keys]"
+        return torch.arange(keys, device=self.at_BS.device) > self.at_BS[:, first:last, None]
+
 class KVCache:
     """Keys and values of one layer, `[B, H, max_len, K]`, allocated at the first `append` with its dtype and device.
 
-    `length` positions are filled; lowering it forgets the rest. ValueError when full or when the shape changes."""
+    `length` positions are filled, in the longest row; `rows` has the length of each row where they differ, and is None where they do not. ValueError when full or when the shape changes."""
     def __init__(self,
         max_len:int=None,   # positions to hold; None: `Attention` fills in its `max_seq_len`
     ):
-        self.max_len, self.length, self.k, self.v = max_len, 0, None, None
+        self.max_len, self.length, self.rows, self.k, self.v = max_len, 0, None, None, None
+        self.apart = False  # several new positions attend one at a time, each by the call that it would be alone
 
     def append(self, k_BHSK, v_BHSK):
-        "Store S more positions; returns all keys and all values so far, views `[B, H, length, K]`."
+        "Store S more positions; returns all keys and all values so far, views `[B, H, length, K]`, in which rows that are shorter end in anything finite."
         b, h, n, kd = k_BHSK.shape
         if self.max_len is None: raise ValueError("KVCache: max_len is not set; give it a number of positions before the first append")
         end = self.length + n
         if end > self.max_len: raise ValueError(f"KVCache: {end} positions do not fit, the cache holds {self.max_len}")
-        if self.k is None: self.k, self.v = (k_BHSK.new_empty(b, h, self.max_len, kd) for _ in range(2))
+        if self.k is None: self.k, self.v = (k_BHSK.new_zeros(b, h, self.max_len, kd) for _ in range(2))
         if (b, h, kd) != (*self.k.shape[:2], self.k.shape[3]):
             raise ValueError(f"KVCache: got batch, heads, width {(b, h, kd)}, the cache was begun with {(*self.k.shape[:2], self.k.shape[3])}")
-        self.k[:, :, self.length:end], self.v[:, :, self.length:end] = k_BHSK.detach(), v_BHSK.detach()
+        at = (slice(None), slice(self.length, end)) if self.rows is None else (torch.arange(b, device=self.k.device)[:, None], self.places(n).at_BS)
+        for kept, new in ((self.k, k_BHSK), (self.v, v_BHSK)): kept.transpose(1, 2)[at] = new.detach().transpose(1, 2)
+        if self.rows is not None: self.rows = [m + n for m in self.rows]
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
-# %% ../../nbs/30_model.attention.ipynb #015c6783
+    def places(self, n:int):
+        "`RowPlaces` of the next n positions where rows have different lengths, else None."
+        return self.rows and RowPlaces(torch.tensor(self.rows, device=self.k.device)[:, None] + torch.arange(n, device=self.k.device))
+
+    def crop(self, length):
+        "Forget what lies behind the first `length` positions: one number, or a list with one for each row."
+        now = self.rows or [self.length] * (1 if self.k is None else len(self.k))
+        asked = [length] * len(now) if isinstance(length, int) else list(length)
+        if len(asked) != len(now) or any(not 0 <= a <= m for a, m in zip(asked, now)):
+            raise ValueError(f"KVCache: cannot be cut to {length}, it holds {self.rows or self.length} positions in {len(now)} rows")
+        self._set_rows(asked)
+
+    def take(self, index:list):
+        "Keep these rows of the batch, in this order."
+        self.k, self.v = self.k[index], self.v[index]
+        if self.rows is not None: self._set_rows([self.rows[i] for i in index])
+
+    def _set_rows(self, lengths):
+        self.length, self.rows = max(lengths), lengths if min(lengths) < max(lengths) else None
+
+# %% ../../nbs/30_model.attention.ipynb #2b5d8f0e
 def reference_attend(
     y_BS3HK,                # outputs of the projections: queries, keys, values
     rope,                   # (cos, sin), each [S, K/2], or None
@@ -279,7 +310,7 @@ def triton_attend(y_BS3HK, rope, sites, softmax="online", dropout=0.0, documents
             for i, y_1S3HK in enumerate(y_BS3HK.split(1)): reference_attend(y_1S3HK, rope, sites, softmax, documents=documents and Documents(*(t[i:i + 1] for t in documents)))
     if sites.probs.fmt is not None: return flash_attention(y_BS3HK, rope, sites, softmax, documents)
     q, k, v = (x.transpose(1, 2) for x in turned(y_BS3HK, rope, sites).unbind(2))
-    mask = dict(is_causal=True) if documents is None else dict(attn_mask=_visible(documents))
+    mask = dict(is_causal=True) if documents is None else dict(attn_mask=_visible(documents, *[y_BS3HK.shape[1]] * 2))
     with sdpa_kernel(list(_SDPA), set_priority=True): o = F.scaled_dot_product_attention(q, k, v, **mask)
     return fake_quant(o.transpose(1, 2), sites.head_out.fmt).flatten(2)
 
@@ -354,7 +385,7 @@ def stacked_linear(x, ws) -> torch.Tensor:
     "x wᵀ of [..., D] and each [N, D] of ws, side by side, by one product; weights with `fp32_sum` get their gradients in fp32, as in `hsmoe.model.network.linear`"
     return _Stacked.apply(x, *ws) if any(getattr(w, "fp32_sum", False) for w in ws) else F.linear(x, torch.cat(ws))
 
-# %% ../../nbs/30_model.attention.ipynb #3a9121e6
+# %% ../../nbs/30_model.attention.ipynb #13c20d9c
 class Attention(nn.Module):
     """Causal multi-head attention without biases, with named quantiser sites.
 
@@ -400,9 +431,14 @@ class Attention(nn.Module):
         qk, v = y_BS3HK.permute(2, 0, 3, 1, 4).split([2, 1])
         if rope is not None: qk = apply_rope(qk, *rope)
         if cache.max_len is None: cache.max_len = self.max_seq_len
-        start = cache.length
+        start, n, places = cache.length, qk.shape[-2], cache.places(qk.shape[-2])
         k, v = cache.append(self.k_rope(qk[1]), v[0])
-        y = quantized_attention(self.q_rope(qk[0]), k, v, self.probs, self.softmax, start, self.dropout if self.training else 0.0)
+        q, dropout = self.q_rope(qk[0]), self.dropout if self.training else 0.0
+        if not cache.apart: y = quantized_attention(q, k, v, self.probs, self.softmax, start, dropout, places)
+        else:
+            ends = range(start + 1, start + n + 1)
+            ys = [quantized_attention(q[:, :, end - start - 1:end - start], k[:, :, :end], v[:, :, :end], self.probs, self.softmax, end - 1, dropout) for end in ends]
+            y = torch.cat(ys, 2)
         return self.head_out(y).transpose(1, 2).flatten(2)
 
     def forward(self, x_BSD, cache=None, documents=None):
@@ -413,7 +449,9 @@ class Attention(nn.Module):
         y, rope = self._project(x_BSD, settled), None
         if self.rope:
             rope = _shared_rope_table(self.max_seq_len, self.head_dim, self.rope_theta, x_BSD.device)
-            if n < self.max_seq_len: rope = tuple(t[start:start + n] for t in rope)
+            places = cache and cache.places(n)
+            if places: rope = tuple(t[places.at_BS][:, None] for t in rope)
+            elif n < self.max_seq_len: rope = tuple(t[start:start + n] for t in rope)
         if cache is not None: return linear(self._cached(y, rope, cache), self.o.weight)
         sites = AttentionSites(self.q_rope, self.k_rope, self.probs, self.head_out, None if settled else self.qkv_out)
         return linear(ATTENTION(y, rope, sites, self.softmax, self.dropout if self.training else 0.0, documents), self.o.weight)

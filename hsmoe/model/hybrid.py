@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['add_norm', 'Layer', 'model_options', 'HybridSparseMoEModel', 'set_compute_dtype', 'check_formats', 'quant_policy',
-           'build_model', 'component_of', 'count_parameters', 'generate']
+           'build_model', 'component_of', 'count_parameters', 'next_distribution', 'generate']
 
 # %% ../../nbs/42_model.hybrid.ipynb #17c150ff
 import math
@@ -176,14 +176,18 @@ def count_parameters(model:HybridSparseMoEModel) -> dict:
     with_head = total - parts["routed"] - parts["shared"] + active_experts
     return {**parts, "total": total, "active_experts": active_experts, "active": with_head - parts["embedding"], "active_with_head": with_head}
 
-# %% ../../nbs/42_model.hybrid.ipynb #9ac4c622
+# %% ../../nbs/42_model.hybrid.ipynb #5db9b8e7
+def next_distribution(logits:torch.Tensor, temperature:float, top_k:Optional[int]=None) -> torch.Tensor:
+    "Probabilities [..., V] of the next token at a temperature above 0, zero beyond the `top_k` largest logits."
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
+    return logits.softmax(-1)
+
 def _pick(logits_BV:torch.Tensor, temperature:float, top_k:Optional[int], generator) -> torch.Tensor:
     "Next token for each row: the largest logit at temperature 0, otherwise a sample."
     if temperature == 0: return logits_BV.argmax(-1)
-    logits_BV = logits_BV.float() / temperature
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        logits_BV = logits_BV.masked_fill(logits_BV < logits_BV.topk(top_k).values[:, -1:], -math.inf)
-    return torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)[:, 0]
+    return torch.multinomial(next_distribution(logits_BV, temperature, top_k), 1, generator=generator)[:, 0]
 
 @torch.no_grad()
 def generate(model:HybridSparseMoEModel, tokens_BS:torch.Tensor, max_new_tokens:int, *, temperature:float=1.0, top_k:Optional[int]=None,

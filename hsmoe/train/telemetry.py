@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['seed_everything', 'deterministic_algorithms', 'source_hash', 'capture_env', 'peak_memory_bytes', 'MetricsLog',
-           'MetricsError', 'read_metrics', 'keep_until', 'series', 'Progress', 'load_summary', 'late_loads',
+           'MetricsError', 'read_metrics', 'keep_until', 'series', 'alert', 'Progress', 'load_summary', 'late_loads',
            'log_routing_histogram', 'busiest_experts', 'collapsed', 'collapsed_layers', 'collapse_warning']
 
-# %% ../../nbs/71_train.telemetry.ipynb #71252f59
-import contextlib, hashlib, importlib.metadata, json, math, os, platform, random, resource, subprocess, sys
+# %% ../../nbs/71_train.telemetry.ipynb #ace86c9b
+import contextlib, datetime, hashlib, importlib.metadata, json, math, os, platform, random, resource, signal, subprocess, sys, urllib.request
 from fractions import Fraction
 from pathlib import Path
 
@@ -190,6 +190,34 @@ def series(records:list[dict], name:str) -> tuple[list, list]:
     "`(steps, values)` of the records that have `name`."
     hits = [(r["step"], r[name]) for r in records if name in r]
     return [s for s, _ in hits], [v for _, v in hits]
+
+# %% ../../nbs/71_train.telemetry.ipynb #39f6594b
+def _pipe(command:str, text:str, seconds:float) -> None:
+    "Give `text` to a shell command; it ends after `seconds`, with all that it started."
+    with subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True) as process:
+        try: process.communicate(text, timeout=seconds)
+        except subprocess.TimeoutExpired: os.killpg(process.pid, signal.SIGKILL); raise
+    if process.returncode: raise OSError(f"its exit code is {process.returncode}")
+
+def _send(kind:str, to:str, record:str, seconds:float) -> None:
+    if kind == "command": return _pipe(to, record + "\n", seconds)
+    to = os.path.expandvars(to)
+    if kind == "file":
+        with open(to, "a", encoding="utf-8") as f: f.write(record + "\n")
+        return
+    if not to.startswith(("http://", "https://")): raise ValueError("it is no address that begins with http:// or https://")
+    urllib.request.urlopen(urllib.request.Request(to, record.encode(), {"Content-Type": "application/json"}), timeout=seconds).close()
+
+def alert(targets, event:str, run:str, message:str, seconds:float=10.0) -> list[str]:
+    "Send a record to every target, mappings with `file`, `command` or `webhook`; never raises, and returns a sentence for each that failed (SPEC V-06)."
+    record = json.dumps(dict(time=datetime.datetime.now().isoformat(timespec="seconds"), event=event, run=run, message=message), ensure_ascii=False)
+    failed = []
+    for kind, to in (pair for target in targets for pair in target.items()):
+        try: _send(kind, to, record, seconds)
+        except Exception as e:                   # each way has errors of its own
+            failed.append(f"alert by {kind} {to!r} failed: {_line(e)}")
+            print(f"warning: {failed[-1]}", file=sys.stderr)
+    return failed
 
 # %% ../../nbs/71_train.telemetry.ipynb #9fbf5a25
 class Progress:
