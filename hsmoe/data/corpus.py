@@ -34,7 +34,7 @@ def sample_texts(documents,         # iterator of (id, text)
             while held - len(heap[0][1]) >= size: held -= len(heapq.heappop(heap)[1])
     return [part for _, part in sorted(heap, reverse=True)]
 
-# %% ../../nbs/51_data.corpus.ipynb #8b3e6da3
+# %% ../../nbs/51_data.corpus.ipynb #e36951bb
 def sha256_json(description: dict) -> str:
     "Hex SHA-256 of what a mapping says as JSON; the same for what was written and what was read back."
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()
@@ -50,9 +50,9 @@ def _sha256_of(path):
     return sha
 
 class Shards:
-    "A 1-D array over several files, memory-mapped; `read(begin, end)` is a view inside one file and a copy across two."
-    def __init__(self, paths, lengths, dtype):
-        self.paths, self.dtype, self.ends, self._maps = [str(p) for p in paths], np.dtype(dtype), list(accumulate(lengths)), {}
+    "A 1-D array over several files, memory-mapped; `read(begin, end)` is a view inside one file and a copy across two. Unmapped, for a pass from end to end, it is a copy always, and no page stays."
+    def __init__(self, paths, lengths, dtype, mapped: bool = True):
+        self.paths, self.dtype, self.ends, self.mapped, self._maps = [str(p) for p in paths], np.dtype(dtype), list(accumulate(lengths)), mapped, {}
     def __len__(self): return self.ends[-1] if self.ends else 0
     def __getstate__(self): return {**self.__dict__, "_maps": {}}
 
@@ -61,9 +61,9 @@ class Shards:
         parts, end = [], min(end, len(self))
         while begin < end:
             i = bisect_right(self.ends, begin)
-            if i not in self._maps: self._maps[i] = np.memmap(self.paths[i], self.dtype, "r").view(np.ndarray)   # plain arrays slice faster
-            start, stop = self.ends[i] - len(self._maps[i]), min(end, self.ends[i])
-            parts.append(self._maps[i][begin - start:stop - start])
+            start, stop = self.ends[i - 1] if i else 0, min(end, self.ends[i])
+            if self.mapped and i not in self._maps: self._maps[i] = np.memmap(self.paths[i], self.dtype, "r").view(np.ndarray)   # plain arrays slice faster
+            parts.append(self._maps[i][begin - start:stop - start] if self.mapped else np.fromfile(self.paths[i], self.dtype, stop - begin, offset=(begin - start) * self.dtype.itemsize))
             begin = stop
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
@@ -105,7 +105,7 @@ class ShardWriter:
 
     def close(self):
         self._finish()
-        return Shards([self.folder / n for n in self.names], self.lengths, self.dtype)
+        return Shards([self.folder / n for n in self.names], self.lengths, self.dtype, mapped=False)
 
 # %% ../../nbs/51_data.corpus.ipynb #9d8db5b7
 VERSION = 2

@@ -128,7 +128,7 @@ def huggingface_estimator(path, corpus:Corpus, device="cpu", context:Optional[in
     most = min(context or 4096, getattr(config, "max_position_embeddings", None) or 4096)
     return Estimator(bits, most, dict(kind="huggingface", name=path.resolve().name, context=most, sha256=weights_sha256(model)))
 
-# %% ../../nbs/72_train.depths.ipynb #acec8c81
+# %% ../../nbs/72_train.depths.ipynb #014d1988
 _PIECE = 1 << 20      # positions a file of entropies
 
 def _batches(rows:list, context:int, batch_tokens:int) -> list:
@@ -186,7 +186,7 @@ def score_split(split:Split, estimator:Estimator, folder, *, batch_tokens:int=1 
             _first_writes(lambda: _write(path, values.astype("<f4").tobytes()), mesh)
         paths.append(path); lengths.append(n)
     progress.end()
-    return Shards(paths, lengths, "<f4")
+    return Shards(paths, lengths, "<f4", mapped=False)
 
 # %% ../../nbs/72_train.depths.ipynb #469fc03d
 class DepthSettings(NamedTuple):
