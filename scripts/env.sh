@@ -26,10 +26,11 @@ export WANDB_MODE="${WANDB_MODE:-offline}"
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail
     python - <<'PY'
-import platform, sys
+import os, platform, sys
 import torch
 print("python        ", platform.python_version(), sys.executable)
 print("torch         ", torch.__version__)
+print("CUDA_HOME     ", os.environ.get("CUDA_HOME", "none"))
 print("CUDA available", torch.cuda.is_available(), "| built for CUDA", torch.version.cuda or "none")
 print("NCCL          ", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none")
 print("GPUs          ", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none")

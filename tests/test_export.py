@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from hsmoe.config import load_config, save_config
 from hsmoe.data.tokenizer import SPECIALS, char_tokenizer, from_ranks, train_bpe
-from hsmoe.export import StoredRun, compute_weight, export_run, import_hf, joined, master_of, pieces_of, shards_of, size_table
+from hsmoe.export import StoredRun, compare_export, compute_weight, export_run, import_hf, joined, master_of, pieces_of, shards_of, size_table
 from hsmoe.model.attention import KVCache
 from hsmoe.model.hybrid import build_model, generate, set_compute_dtype
 from hsmoe.quant.fake import ATTENTION_BLOCKS, block_formats, named_sites, observing, revise_sites, write_compute_
@@ -127,6 +127,28 @@ def test_padding_caches_and_generate(lm, native, switched, activations, attentio
         assert torch.equal(many[i, n - len(row):], want[0])
 
 
+@pytest.mark.parametrize("softmax, name", [("online", "ue5m3:1x32+ceil"), ("normalised", "nvfp4:1x32"), ("normalised", "ue5m3:1x32")])
+def test_blocks_of_keys_begin_at_the_first_token(softmax, name):
+    "Attention with rounded weights is the native one, with offsets and behind padding; in NVFP4 a moved border of blocks changes values"
+    from hsmoe.export import format_numbers
+    from hsmoe.hf.modeling_hsmoe import rounded_attention
+    from hsmoe.model.attention import quantized_attention_reference
+    from hsmoe.quant.formats import BlockFormat
+    torch.manual_seed(0)
+    q, k, v, form, n = *torch.randn(3, 2, 3, 90, 16), format_numbers(BlockFormat.parse(name)), 90
+    want = quantized_attention_reference(q, k, v, name, softmax)
+    assert (rounded_attention(q, k, v, form, softmax) - want).abs().max() < 1e-5
+    assert (rounded_attention(q[:, :, 70:], k, v, form, softmax, first=70) - want[:, :, 70:]).abs().max() < 1e-5
+    pad_B = torch.tensor([0, 7])
+    shifted = [torch.stack([t[0], torch.cat([torch.randn(3, 7, 16), t[1, :, :-7]], 1)]) for t in (q, k, v)]
+    visible = torch.ones(2, n, n, dtype=torch.bool).tril()
+    visible[1, :, :7] = False
+    got = rounded_attention(*shifted, form, softmax, visible=visible, pad_B=pad_B)
+    assert (got[0] - want[0]).abs().max() < 1e-5 and (got[1, :, 7:] - want[1, :, :-7]).abs().max() < 1e-5
+    moved = rounded_attention(*shifted, form, softmax, visible=visible)[1, :, 7:]
+    assert name[0] == "u" or (moved - want[1, :, :-7]).abs().max() > 1e-3
+
+
 def test_files_and_tokenizer(folder, run):
     from transformers import AutoTokenizer
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -158,6 +180,26 @@ def test_other_tokenizers_load(tmp_path, kind):
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ids = theirs(TEXT).input_ids
     assert ids == [own.bos_id, *own.encode(TEXT)] and theirs.decode(ids, skip_special_tokens=True) == TEXT and theirs.pad_token_id == own.pad_id
+
+
+@pytest.mark.parametrize("mode", ["shrink", "exchange"])
+def test_pruned_tokenizer_loads(tmp_path, mode):
+    from transformers import AutoTokenizer
+    from hsmoe.data.prune import prune
+    from hsmoe.export import write_tokenizer
+    texts = [p.read_text("utf-8") for p in sorted(Path(json.__file__).parent.glob("*.py"))]
+    own = prune(train_bpe(texts, 400), texts, 0.6, mode)
+    assert own.removed
+    write_tokenizer(own, tmp_path, 64)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    assert len(theirs) == own.vocab_size and (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (own.bos_id, own.eos_id, own.pad_id)
+    for text in (texts[0][:3000], "naïve 東 <|end_of_text|>  x"):
+        ids = theirs(text).input_ids
+        assert ids == [own.bos_id, *own.encode(text)] and theirs.decode(ids, skip_special_tokens=True) == text
+    both = theirs(["a", texts[0][:50]], padding=True, return_tensors="pt")
+    assert both["attention_mask"][0, :-2].sum() == 0 and (both["input_ids"][0, :-2] == own.pad_id).all()
+    theirs.save_pretrained(tmp_path / "again")
+    assert AutoTokenizer.from_pretrained(tmp_path / "again", trust_remote_code=True)(texts[0]).input_ids == theirs(texts[0]).input_ids
 
 
 def test_no_hsmoe_is_needed(folder, lm, tmp_path):
@@ -231,15 +273,16 @@ def test_gradient_checkpointing_changes_nothing(folder):
     assert {n for n, _ in model.named_parameters()} - grads.keys() == {"model.depth_heads.weight", *(f"model.layers.{i}.moe.router.balance_bias" for i in range(2))}
 
 
-@pytest.mark.parametrize("weights, group", [("nvfp4:8x8", 8), ("nvfp4:16x16", 16)])
-def test_nvfp4_is_the_trained_model(tmp_path, weights, group):
-    cfg = load_config("tiny", [*SMALL, "model.n_layers=1", f"quant.weight_format={weights}"])
+@pytest.mark.parametrize("weights, group, dtype", [("nvfp4:8x8", 8, "bfloat16"), ("nvfp4:16x16", 16, "float32")])
+def test_nvfp4_is_the_trained_model(tmp_path, weights, group, dtype):
+    cfg = load_config("tiny", [*SMALL, "model.n_layers=1", f"quant.weight_format={weights}", f"train.dtype={dtype}"])
     run = write_run(tmp_path / "run", cfg, train_bpe([TEXT], 290))
     done, native = export_run(run, "nvfp4"), load_run(run)[0]
     back, want = import_hf(done.folder)[0].state_dict(), native.state_dict()
-    assert all(torch.equal(back[k], want[k]) for k in want)
+    assert all(back[k].dtype == want[k].dtype and torch.equal(back[k], want[k]) for k in want)
     config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
     assert {g["weights"]["group_size"] for g in config["config_groups"].values()} == {group}
+    assert compare_export(run, done.folder)[1:3] == (0, 0.0)
     assert done.sizes["in all"] < done.sizes["as --to hf"] and f"{weights}, equal to the trained weights" in size_table(done.sizes)
 
 
@@ -299,6 +342,17 @@ def test_reads_one_shard_at_a_time(run, monkeypatch):
     assert all(s.nbytes <= 60_000 or len(s.pieces) == 1 for s in shards) and len(shards) > 5
 
 
+def test_command(run, tmp_path):
+    from typer.testing import CliRunner
+    from hsmoe.cli import USER_ERRORS, app
+    done = CliRunner().invoke(app, ["export", str(run), "--to", "nvfp4-1x16", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0 and "nvfp4:1x16, rounded anew from the masters" in done.output and done.output.strip().endswith(str(tmp_path / "out"))
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert {g["weights"]["group_size"] for g in groups.values()} == {16}
+    assert {TrainingError, CheckpointError} <= set(USER_ERRORS)
+    assert isinstance(CliRunner().invoke(app, ["export", str(run), "--to", "gguf"]).exception, TrainingError)
+
+
 def test_documents(tmp_path):
     "Packed documents do not see each other, without a cache as in training"
     run = write_run(tmp_path / "run", load_config("tiny", [*SMALL, "model.n_layers=1", "data.document_mask=true"]), train_bpe([TEXT], 290))
@@ -341,6 +395,17 @@ def test_errors_are_sentences_and_leave_nothing(run, tmp_path, monkeypatch):
     refused(TrainingError, "the tokenizer of .* cannot be read", broken, "hf")
     (broken / "checkpoints" / "step-7").rename(broken / "checkpoints" / "step-7.tmp")
     refused(TrainingError, "has no checkpoint yet", broken, "hf")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_grouped_product_on_a_gpu():
+    from hsmoe.hf.modeling_hsmoe import grouped_product
+    torch.manual_seed(0)
+    count = torch.tensor([5, 0, 40, 1])
+    x, w = torch.randn(46, 64), torch.randn(4, 48, 64) / 8
+    got = grouped_product(x.cuda().bfloat16(), w.cuda().bfloat16(), count.cuda()).float().cpu()
+    want = grouped_product(x.bfloat16().float(), w.bfloat16().float(), count)
+    assert (got - want).norm() < 0.01 * want.norm()
 
 
 def test_onnx(tmp_path):

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .configuration_hsmoe import HsmoeConfig
 
-# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #e2a71e93
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #a7bf554b
 def power_below(v):
     "The largest power of two that is not above |v|, from the exponent bits of a float32; 0 for subnormal numbers."
     return (v.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -69,6 +69,7 @@ def _round_blocks(x, form):
     if form["block_scale"] is not None: y = y + v * 0.0
     return y.flatten(-2)[..., :width].to(x.dtype)
 
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #a4a73885
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, form): return _round_blocks(x, form)
@@ -145,7 +146,7 @@ def rounded_attention(q, k, v, form, softmax="online", first=0, visible=None, pa
         strips.append(torch.bmm(F.dropout(w, dropout, dropout > 0).flatten(0, 1), v[:, :first + b]).unflatten(0, (B, H)) / z)
     return torch.cat(strips, 2).to(dtype)
 
-# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #a0c5f0d6
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #39b3c9a4
 _OWN = ("eager", "sdpa")                    # implementations under which this module may compute attention itself
 
 def _eager(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -186,11 +187,11 @@ class HsmoeAttention(nn.Module):
             k, v = k[:, :, :first + S], v[:, :, :first + S]              # a static cache is longer
             y, weights = rounded_attention(q, k, v, probs, self.config.softmax, first, visible, pad_B, dropout).transpose(1, 2), None
         else:
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+            attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, _eager)      # vLLM looks for this assignment in the source
             y, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(self._rounded("attn.head_out", y.reshape(B, S, -1, self.head_dim)).flatten(2)), weights
 
-# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #c3dca534
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #e0da2f00
 def grouped_product(x_RK, w_ENK, count_E):
     "Row r of x times the matrix of its expert, `[R, N]`; rows are sorted by expert, `count_E` (int64) says how many each has."
     if x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm") and not (w_ENK.shape[1] % 8 or w_ENK.shape[2] % 8):
@@ -220,6 +221,7 @@ class HsmoeRouter(nn.Module):
         p_TC = p.gather(1, expert_TC)
         return expert_TC, p_TC / p_TC.sum(1, keepdim=True)
 
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #b92557eb
 class HsmoeExpert(nn.Module):
     "The two matrices of one expert, as modules."
     def __init__(self, config):
@@ -372,7 +374,7 @@ def _visibility(attention_mask, starts, first, S, device):
     elif attention_mask is not None: visible = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0, :, :first + S]
     return visible if starts is None else visible & (keys >= starts[:, :, None])
 
-# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #a2183753
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #f47b4037
 class HsmoeModel(HsmoePreTrainedModel):
     "The trunk: token ids or embeddings to normed hidden states."
     def __init__(self, config):
@@ -421,6 +423,7 @@ class HsmoeModel(HsmoePreTrainedModel):
         out = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=(*states[:-1], x) if output_hidden_states else None, **{_CACHE_NAME: cache if use_cache else None})
         return out.to_tuple() if return_dict is False else out
 
+# %% ../../nbs/82_hf.modeling_hsmoe.ipynb #7015a7c6
 class HsmoeForCausalLM(HsmoePreTrainedModel, GenerationMixin):
     "The language model: the trunk under a head that shares the embedding's matrix. Logits are fp32."
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

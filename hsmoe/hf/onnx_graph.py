@@ -32,7 +32,7 @@ def _products(x_RK: torch.Tensor, w_ENK: torch.Tensor, expert_S: torch.Tensor, s
 @_products.register_fake
 def _(x_RK, w_ENK, expert_S, slots): return x_RK.new_empty(expert_S.shape[0], w_ENK.shape[1])
 
-# %% ../../nbs/82_hf.onnx_graph.ipynb #158d6430
+# %% ../../nbs/82_hf.onnx_graph.ipynb #ba6c6ec9
 def _onnx_power_below(op, v):
     "`power_below` of normal numbers; smaller ones give 2^-126, which no grid reaches"
     v = op.Max(op.Abs(v), 2.0**-126)
@@ -84,6 +84,7 @@ def _onnx_rounded(x, form: str):
             y = op.Where(op.Less(error(other), error(y)), other, y)
     return op.Slice(op.Reshape(y, op.Concat(lead, rest, axis=0)), ints(0), width, last)
 
+# %% ../../nbs/82_hf.onnx_graph.ipynb #d0c0f80e
 def _onnx_products(x_RK, w_ENK, expert_S, slots: int):
     "`hsmoe::expert_products` in ONNX: what each expert gives to its slots, put where they are"
     from onnxscript import opset18 as op
@@ -156,7 +157,7 @@ class Traced(torch.nn.Module):
         for layer in m.layers: x = layer(x, position_embeddings=rotated, cache=cache, attention_mask=visible[:, None], visible=visible, pad_B=(seen_BN == 0).sum(-1))
         return self.lm.unembed(m.norm(x)), *cache.present
 
-# %% ../../nbs/82_hf.onnx_graph.ipynb #f35d14ca
+# %% ../../nbs/82_hf.onnx_graph.ipynb #3c608192
 class GraphNames(NamedTuple):
     "Names of a graph's inputs and outputs."
     inputs: list
@@ -191,7 +192,8 @@ class GraphCheck(NamedTuple):
 def check_graph(lm, path, length: int = 70) -> GraphCheck:
     """Run a graph with onnxruntime beside its model: one token, several lengths and batches, padded and in two steps with the cache.
 
-    A product summed in another order can push an activation over the middle between two grid points; such a position differs by a grid step, not by a rounding error, and is counted in `apart`."""
+    A product summed in another order can push an activation over the middle between two grid points; such a position differs by a grid step,
+    not by a rounding error, and is counted in `apart`."""
     import onnxruntime
     session, names = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]), graph_names(lm.config.num_hidden_layers)
     length = min(length, lm.config.max_position_embeddings)
