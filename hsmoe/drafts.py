@@ -79,38 +79,43 @@ def head_shares(heads:DraftHeads, model:HybridSparseMoEModel, tokens_BS:torch.Te
         right.append((logits.argmax(-1) == best_T[at + k + 1]).float().mean())
     return 1 - missed_N, torch.stack(right)
 
-# %% ../nbs/84_drafts.ipynb #68f5daca
+# %% ../nbs/84_drafts.ipynb #34626af2
 class Pace(NamedTuple):
     "How fast a way of decoding was, by round."
     rates: list             # tokens a second
     ratios: list            # over plain decoding's in the same round
+    busy: list              # the same by seconds of the processor
     stats: Statistics       # of all rounds
 
     @property
     def rate(self) -> float: return median(self.rates)
     @property
     def ratio(self) -> float: return median(self.ratios)
+    @property
+    def busy_ratio(self) -> float: return median(self.busy)
 
 def race(model:HybridSparseMoEModel, prompts:list, ways:dict, new_tokens:int, rounds:int=3, **how) -> dict:
     "`{name: Pace}` for \"plain\" and each of `ways`, {name: keyword arguments of `speculative_generate`}, on prompts [1, S]; `how` are `generate`'s (temperature, top_k, vocab_size)."
     names, stats = ["plain", *ways], {name: Statistics() for name in ("plain", *ways)}
-    device, rates = model.embed.weight.device, {name: [] for name in names}
+    device, rates, busy_rates = model.embed.weight.device, {name: [] for name in names}, {name: [] for name in names}
     for turn in range(-1, rounds):                                         # the first round warms up with one prompt, and does not count
-        seconds, written = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+        seconds, busy, written = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
         for i, prompt in enumerate(prompts[:1] if turn < 0 else prompts):
             shift = (turn + i) % len(names)
             for name in names[shift:] + names[:shift]:
                 generator = torch.Generator(device).manual_seed(1000 * turn + i + 1000)
-                began = time.perf_counter()
+                began, began_busy = time.perf_counter(), time.process_time()
                 if name == "plain": out, counted = generate(model, prompt, new_tokens, generator=generator, **how), None
                 else: out, counted = speculative_generate(model, prompt, new_tokens, generator=generator, **how, **ways[name])
                 out.cpu()                                                  # a GPU has finished
                 seconds[name] += time.perf_counter() - began
+                busy[name] += time.process_time() - began_busy
                 written[name] += out.shape[1] - prompt.shape[1]
                 if counted and turn >= 0: stats[name].add(counted)
         if turn >= 0:
-            for name in names: rates[name].append(written[name] / seconds[name])
-    return {name: Pace(rates[name], [a / b for a, b in zip(rates[name], rates["plain"])], stats[name]) for name in names}
+            for name in names: rates[name].append(written[name] / seconds[name]); busy_rates[name].append(written[name] / busy[name])
+    over = lambda rates, name: [a / b for a, b in zip(rates[name], rates["plain"])]
+    return {name: Pace(rates[name], over(rates, name), over(busy_rates, name), stats[name]) for name in names}
 
 def held_out_prompts(run_dir, n:int, length:int, device="cpu") -> list:
     "n prompts [1, length] from all over the held-out text of a run."

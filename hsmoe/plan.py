@@ -7,7 +7,7 @@ __all__ = ['SWEEPS', 'printed_figures', 'ParameterRow', 'parameter_table', 'Targ
            'sweep', 'parse_sweep', 'ledger', 'true_bits', 'plan_tables', 'sweep_table', 'component_sum', 'to_json',
            'draw']
 
-# %% ../nbs/90_plan.ipynb #e641e003
+# %% ../nbs/90_plan.ipynb #4896aab4
 import math
 from functools import lru_cache
 from typing import NamedTuple, Optional
@@ -15,10 +15,11 @@ from typing import NamedTuple, Optional
 from rich.table import Table
 
 from .config import Config, ConfigError, load_config, parse_length, resolve
-from .costs import Hardware, Memory, NATIVE, Rank, SMALLEST, STAGES, Speed, WITH_FORMATS, apply_to, budget, component_numbers, largest_micro, memory, parameters_of, place_on, speed_of, step_parts, transfers
+from .costs import FITS, Hardware, Memory, NATIVE, Rank, SMALLEST, STAGES, Speed, WITH_FORMATS
+from .costs import apply_to, budget, component_numbers, largest_micro, memory, parameters_of, place_on, speed_of, step_parts, transfers
 from .train.verify import milestones, token_flops
 
-# %% ../nbs/90_plan.ipynb #46a2a06e
+# %% ../nbs/90_plan.ipynb #9d6ebe3e
 @lru_cache(maxsize=1)
 def printed_figures() -> dict:
     "The request's own figures by SPEC row, as preset `5b` carries them."
@@ -32,7 +33,8 @@ class ParameterRow(NamedTuple):
     mib: Optional[float]
 
 _PRINTED = dict(routed="routed", shared="shared", router="router", attention="attention", dense="dense_gated", embedding="embedding", total="total", active_experts="active")
-_LABELS = dict(depth_heads="depth heads (training only)", active_experts="active: experts alone", active="active: + attention, dense, router, norms", active_with_head="active: + tied head")
+_LABELS = dict(depth_heads="depth heads (training only)", active_experts="active: experts alone", active="active: + attention, dense, router, norms",
+               active_with_head="active: + tied head")
 
 def parameter_table(cfg:Config) -> list[ParameterRow]:
     "Rows by component, then total and active parameters (SPEC M-02)."
@@ -106,7 +108,7 @@ def plan(cfg:Config, hardware:Hardware, precision:str="bf16") -> Plan:
     steps = max(1, int(amount * 60 / found.step_seconds)) if unit == "minutes" else resolve(cfg).steps
     return found._replace(steps=steps)
 
-# %% ../nbs/90_plan.ipynb #5aae325b
+# %% ../nbs/90_plan.ipynb #57253bd6
 def _bounds(p:Plan) -> str:
     "A step's operations at the published rates, as words"
     rates = {k.upper(): r for k, r in p.hardware.tflops.items()} or {"measured": p.speed.tflops}
@@ -114,31 +116,38 @@ def _bounds(p:Plan) -> str:
 
 def _verdict(id, metric, target, value, unit, ok, reason): return Target(id, metric, target, value, unit, "reachable" if ok else "not reachable", reason)
 
+_LATER = "depends on text and learning; judged from a run"
+
+def _speed_targets(p:Plan, v:dict) -> list[Target]:
+    "V-10 to V-14"
+    longest, exposed, fp8, n = p.parts[0], 1e3 * sum(t.exposed for t in p.transfers), p.hardware.tflops.get("fp8"), p.rank.world
+    slow = f"{_bounds(p)}; predicted {p.step_seconds:.3g} s, of which {longest.name} {longest.seconds / p.step_seconds:.0%}, limited by {longest.unit}"
+    each, total, step, comm, mfu = (v[k] for k in ("V-10", "V-11", "V-12", "V-13", "V-14"))
+    rows = [_verdict("V-10", "tokens a second and GPU", f"{each['tokens_s_gpu']:,}", p.tokens_per_s / n, "tokens/s", p.tokens_per_s / n >= each["acceptable"][0], slow),
+            _verdict("V-11", "tokens a second", f"{total['tokens_s']:,}", p.tokens_per_s, "tokens/s", p.tokens_per_s >= total["acceptable"][0], slow),
+            _verdict("V-12", "seconds a step", f"{step['seconds_a_step']:g}", p.step_seconds, "s", p.step_seconds <= step["acceptable"][1], f"{slow}; a step has {p.tokens_a_step:,} tokens")]
+    what, wanted = ("V-13", "communication that is exposed", f"{comm['communication_ms']} ms"), ("V-14", "utilisation, of the dense FP8 rate", "{:.0%} to {:.0%}".format(*mfu["mfu"]))
+    if p.transfers:
+        said = f"{sum(t.bytes for t in p.transfers) / 1e9:,.4g} GB a process and step, {max(p.transfers, key=lambda t: t.exposed).name} the most exposed"
+        rows.append(_verdict(*what, exposed, "ms", exposed <= comm["acceptable"][1], said))
+    else: rows.append(Target(*what, None, "ms", "not predicted", "one process sends nothing"))
+    if not fp8: return [*rows, Target(*wanted, None, "%", "not predicted", f"no FP8 rate of {p.hardware.name} is known")]
+    share, said = p.flops / p.step_seconds / fp8 / 1e12, f"products run in {p.precision}, whose rate is {p.speed.tflops / fp8:.0%} of it"
+    return [*rows, _verdict(*wanted, 100 * share, "%", share >= mfu["acceptable"][0], said)]
+
 def targets(p:Plan) -> list[Target]:
     "SPEC V-01, V-02, V-10 to V-17 and R-05 for a plan."
-    v = printed_figures()
-    longest, exposed, fp8 = p.parts[0], sum(t.exposed for t in p.transfers), p.hardware.tflops.get("fp8")
-    slow = f"{_bounds(p)}; predicted {p.step_seconds:.3g} s, of which {longest.name} {longest.seconds / p.step_seconds:.0%}, limited by {longest.unit}"
-    rate, low = p.tokens_per_s, {k: v[k]["acceptable"][0] for k in ("V-10", "V-11")}
-    wire = "" if not p.transfers else f"{sum(t.bytes for t in p.transfers) / 1e9:,.4g} GB a process and step, {max(p.transfers, key=lambda t: t.exposed).name} the most exposed"
-    price = 1e6 * p.hardware.gpus * p.hardware.dollars_gpu_hour / 3600 / rate
-    rows = [Target("V-01", "perplexity", "{} … {}".format(*(milestones(v)[i][1] for i in (0, -1))), None, "", "not predicted", "depends on text and learning; the milestones are judged from a run"),
-            Target("V-02", "benchmarks", ", ".join(f"{k} {x:.0%}" for k, x in v["V-02"].items()), None, "", "not predicted", "depends on text and learning; judged from a run"),
-            _verdict("V-10", "tokens a second and GPU", f"{v['V-10']['tokens_s_gpu']:,}", rate / p.rank.world, "tokens/s", rate / p.rank.world >= low["V-10"], slow),
-            _verdict("V-11", "tokens a second", f"{v['V-11']['tokens_s']:,}", rate, "tokens/s", rate >= low["V-11"], slow),
-            _verdict("V-12", "seconds a step", f"{v['V-12']['seconds_a_step']:g}", p.step_seconds, "s", p.step_seconds <= v["V-12"]["acceptable"][1], f"{slow}; a step has {p.tokens_a_step:,} tokens"),
-            Target("V-13", "communication that is exposed", f"{v['V-13']['communication_ms']} ms", None, "ms", "not predicted", "one process sends nothing") if not p.transfers else
-            _verdict("V-13", "communication that is exposed", f"{v['V-13']['communication_ms']} ms", 1e3 * exposed, "ms", 1e3 * exposed <= v["V-13"]["acceptable"][1], wire)]
-    if fp8: rows.append(_verdict("V-14", "utilisation, of the dense FP8 rate", "{:.0%} to {:.0%}".format(*v["V-14"]["mfu"]), 100 * p.flops / p.step_seconds / fp8 / 1e12, "%", p.flops / p.step_seconds / fp8 / 1e12 >= v["V-14"]["acceptable"][0],
-                                     f"products run in {p.precision}, whose rate is {p.speed.tflops / fp8:.0%} of it" if p.speed.tflops < fp8 else "products run at least at that rate"))
-    else: rows.append(Target("V-14", "utilisation, of the dense FP8 rate", "{:.0%} to {:.0%}".format(*v["V-14"]["mfu"]), None, "%", "not predicted", f"no FP8 rate of {p.hardware.name} is known"))
-    gb = p.memory.total / 1e9
-    return [*rows, _verdict("V-15", "memory a GPU", f"{v['V-15']['memory_gb']} GB at most", gb, "GB", gb <= min(v["V-15"]["memory_gb"], p.hardware.memory_gb), f"micro-batches of {p.rank.sequences} × {p.cfg.data.seq_len:,} tokens, the peak at the {p.memory.moment}, on {p.hardware.memory_gb:g} GB"),
-            Target("V-16", "steps whose gradient was clipped", f"{v['V-16']['clip_rate']:.0%} at most", None, "%", "not predicted", "depends on text and learning; judged from a run"),
+    v, gb, n, hour = printed_figures(), p.memory.total / 1e9, p.hardware.gpus, p.hardware.dollars_gpu_hour
+    price, (low, high) = 1e6 * n * hour / 3600 / p.tokens_per_s, v["R-05"]["dollars_a_million_tokens"]
+    most, where = min(v["V-15"]["memory_gb"], p.hardware.memory_gb), f"micro-batches of {p.rank.sequences} × {p.cfg.data.seq_len:,} tokens, the peak at the {p.memory.moment}"
+    return [Target("V-01", "perplexity", "{} … {}".format(*(milestones(v)[i][1] for i in (0, -1))), None, "", "not predicted", _LATER),
+            Target("V-02", "benchmarks", ", ".join(f"{k} {x:.0%}" for k, x in v["V-02"].items()), None, "", "not predicted", _LATER), *_speed_targets(p, v),
+            _verdict("V-15", "memory a GPU", f"{v['V-15']['memory_gb']} GB at most", gb, "GB", gb <= most, f"{where}, on {p.hardware.memory_gb:g} GB"),
+            Target("V-16", "steps whose gradient was clipped", f"{v['V-16']['clip_rate']:.0%} at most", None, "%", "not predicted", _LATER),
             _verdict("V-17", "length of the run", f"{v['V-17']['hours']} h", p.hours, "h", p.hours <= v["V-17"]["acceptable"][1], f"{p.steps:,} steps of {p.step_seconds:.3g} s"),
-            _verdict("R-05", "dollars a million tokens, training", "{} to {}".format(*v["R-05"]["dollars_a_million_tokens"]), price, "$", price <= v["R-05"]["dollars_a_million_tokens"][1], f"{p.hardware.gpus} × ${p.hardware.dollars_gpu_hour:g} an hour at {rate:,.0f} tokens/s")]
+            _verdict("R-05", "dollars a million tokens, training", f"{low} to {high}", price, "$", price <= high, f"{n} × ${hour:g} an hour at {p.tokens_per_s:,.0f} tokens/s")]
 
-# %% ../nbs/90_plan.ipynb #4da8e4a8
+# %% ../nbs/90_plan.ipynb #ee8f9214
 class Claim(NamedTuple):
     "Two ways to the same figure: what others imply, and what is printed."
     rows: str
@@ -183,7 +192,8 @@ def _speed_claims(v:dict) -> list[Claim]:
             ("D-02, V-11, V-17", "hours: tokens / tokens a second, and printed", d["tokens"] / rate / 3600, v["V-17"]["hours"]),
             ("V-17", "hours: the target, and the lower end of what is acceptable", v["V-17"]["hours"], v["V-17"]["acceptable"][0]),
             ("V-10, V-11", "tokens a second: GPUs × tokens a second and GPU, and printed", v["H-01"]["gpus"] * v["V-10"]["tokens_s_gpu"], rate),
-            ("V-10, V-14", "utilisation of FP8 at the printed speed by preset 5b, and printed (upper end)", flops * v["V-10"]["tokens_s_gpu"] / v["H-01"]["fp8_dense_pflops"] / 1e15, v["V-14"]["mfu"][1]),
+            ("V-10, V-14", "utilisation of FP8 at the printed speed by preset 5b, and printed (upper end)",
+             flops * v["V-10"]["tokens_s_gpu"] / v["H-01"]["fp8_dense_pflops"] / 1e15, v["V-14"]["mfu"][1]),
             ("C-04", "ms exposed: sum of the final column, and its total", sum(col[-1] for k, col in c.items() if k != "total"), c["total"][-1]),
             ("C-04, V-13", "ms exposed: total of the final column, and the target", c["total"][-1], v["V-13"]["communication_ms"]),
             ("V-12, V-13", "share of a step: exposed ms / step, and printed", v["V-13"]["communication_ms"] / 1e3 / v["V-12"]["seconds_a_step"], v["V-13"]["share"]),
@@ -191,7 +201,8 @@ def _speed_claims(v:dict) -> list[Claim]:
             ("H-01, H-05", "GB/s of a link and direction: NVLink of a GPU / 18 links, and printed", v["H-01"]["nvlink_gb_s_bidirectional"] / 36, v["H-05"]["nvlink_gb_s_per_direction"]),
             ("O-01", "warm-up steps: share × steps, and printed", v["O-01"]["warmup"] * d["steps"], v["O-01"]["warmup_steps"]),
             ("O-01", "learning rate at the last step of the printed cosine, and the printed final one", _last_lr(v["O-01"], d["steps"]), v["O-01"]["final_lr"]),
-            ("R-05, V-11", "dollars a million tokens: one GPU's hour at the printed speed of one, and the lower printed", 1e6 * v["R-05"]["dollars_an_hour"] / 3600 / v["V-10"]["tokens_s_gpu"], v["R-05"]["dollars_a_million_tokens"][0])]
+            ("R-05, V-11", "dollars a million tokens: one GPU's hour at the printed speed of one, and the lower printed",
+             1e6 * v["R-05"]["dollars_an_hour"] / 3600 / v["V-10"]["tokens_s_gpu"], v["R-05"]["dollars_a_million_tokens"][0])]
     return [Claim(*row, 0.03) for row in rows]
 
 def _last_lr(o:dict, steps:int) -> float: return o["final_lr"] + 0.5 * (o["peak_lr"] - o["final_lr"]) * (1 + math.cos(math.pi * (steps % o["restart"]) / o["restart"]))
@@ -201,7 +212,7 @@ def claims(printed:Optional[dict]=None) -> list[Claim]:
     v = printed or printed_figures()
     return _size_claims(v) + _speed_claims(v)
 
-# %% ../nbs/90_plan.ipynb #720a75d9
+# %% ../nbs/90_plan.ipynb #565d2bf9
 SWEEPS = dict(experts="model.n_routed", depth="model.n_layers", ep="parallel.ep", micro="train.micro_batch_sequences")
 _WIRES = dict(native=NATIVE, packed=NATIVE | dict(combine_wire="packed", weights_wire="packed"), mxfp8=SMALLEST)
 
@@ -217,7 +228,8 @@ def _overrides(cfg:Config, key:str, value:str) -> list[str]:
 
 def sweep(cfg:Config, hardware:Hardware, key:str, values, precision:str="bf16") -> list[tuple[str, Plan]]:
     "(value, `Plan`) for each value; `ConfigError` for a key or value that cannot be."
-    if key not in SWEEPS and key not in ("width", "wire", "precision") and "." not in key: raise ConfigError(f"sweep {key!r} is not known; allowed are {', '.join((*SWEEPS, 'width', 'wire', 'precision'))}, or a key.path of the configuration")
+    words = (*SWEEPS, "width", "wire", "precision")
+    if key not in words and "." not in key: raise ConfigError(f"sweep {key!r} is not known; allowed are {', '.join(words)}, or a key.path of the configuration")
     values = [str(v) for v in values]
     if key == "precision": return [(v, plan(cfg, hardware, v)) for v in values]
     return [(v, plan(apply_to(cfg, _overrides(cfg, key, v)), hardware, precision)) for v in values]
@@ -229,7 +241,7 @@ def parse_sweep(text:str) -> tuple[str, list[str]]:
     if not eq or not key.strip() or not found: raise ConfigError(f"sweep {text!r} must be written key=value,value")
     return key.strip(), found
 
-# %% ../nbs/90_plan.ipynb #1f8c981a
+# %% ../nbs/90_plan.ipynb #94de03ac
 def ledger(cfg:Config) -> list[tuple]:
     "Rows (component, printed, literal, preset, width 666, preset - printed) of parameters; None where nothing is printed, or where a slice has nothing to compare with (SPEC M-02)."
     printed, out = cfg.printed.get("M-02", {}), []
@@ -255,40 +267,69 @@ def _table(title:str, columns, rows) -> Table:
 
 def _n(x, digits=3) -> str: return "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:,.{digits}g}" if abs(x) < 1000 else f"{x:,.0f}"
 
+def _gb(n) -> str: return f"{n / 1e9:,.2f}" if n >= 1e9 else f"{n / 1e9:.3g}"
+def _ms(seconds) -> str: return f"{1e3 * seconds:,.1f}"
+
+def _parameter_tables(p:Plan) -> list[Table]:
+    names = ("component", "printed", "literal", p.cfg.name, "5b at width 666", "built - printed")
+    return [_table("Parameters", names, [(_LABELS.get(row[0], row[0]), *map(_n, row[1:])) for row in ledger(p.cfg)]),
+            _table("Bits a number, packed", ("component", "bits"), [(k, f"{b:.4f}") for k, b in true_bits(p.cfg).items()])]
+
+def _memory_tables(p:Plan) -> list[Table]:
+    sizes = [(n, _gb(m.saved), _gb(m.total), "yes" if m.total <= FITS * 1e9 * p.hardware.memory_gb else "no") for n, m in p.micro.items()]
+    moments = [(k, _gb(n), _gb(p.memory.exchange) if k == "update" else "") for k, n in p.memory.moments.items()]
+    return [_table(f"Memory of a process at the peak, the {p.memory.moment}", ("kind", "GB"), [(k, _gb(b)) for k, b in p.memory.parts.items() if b] + [("sum", _gb(p.memory.total))]),
+            _table("Memory at the crowded moments of a step", ("moment", "GB", "of it for the exchange of gradients"), moments),
+            _table("Memory by micro-batch", ("sequences", "activations, GB", "peak, GB", "fits"), sizes)]
+
+def _time_table(p:Plan) -> Table:
+    tokens = p.rank.tokens * p.rank.batches
+    rows = [(x.name, _n(x.flops / 1e6 / tokens), _n(x.bytes / 1e9), x.unit, _ms(x.roofline), _ms(x.seconds), f"{x.roofline / x.seconds:.0%}" if x.seconds else "") for x in p.parts]
+    rows += [("waiting for the host", "", "", "host", "", _ms(p.speed.idle), "")] + [(f"{t.name} (exposed)", "", _n(t.bytes / 1e9), "NVLink", _ms(t.seconds), _ms(t.exposed), "") for t in p.transfers]
+    return _table(f"A step of a process ({p.speed.source})", ("part", "MFLOP a token", "GB", "unit", "ms at the peaks", "ms", "of the peak"), rows)
+
+def _wire_tables(p:Plan) -> list[Table]:
+    if not p.transfers: return []
+    sent, printed = [(t.name, t.wire, _n(t.bytes / 1e9), _ms(t.seconds), _ms(t.exposed)) for t in p.transfers], printed_figures()["C-04"]
+    rows = [(k, *(v for pair in zip((f"{x:,.1f}" for x in row), map(str, printed[k])) for v in pair)) for k, row in p.budget.items()]
+    return [_table("Traffic of a step of a process", ("kind", "wire", "GB", "ms", "exposed, ms"), sent),
+            _table("SPEC C-04: exposed ms, predicted and printed", ("stage", *(c for s in STAGES for c in (s, "printed"))), rows)]
+
+def _cost_table(p:Plan) -> Table:
+    r = p.rank
+    rows = [("parameters", f"{component_sum(p.cfg):,}"), ("bits a number, packed", f"{true_bits(p.cfg)['all']:.3f}"), ("processes, expert-parallel", f"{r.world}, {r.ep}"),
+            ("memory of a process, GB", _gb(p.memory.total)), ("micro-batches", f"{r.batches} × {r.sequences} × {p.cfg.data.seq_len:,} tokens"),
+            ("seconds a step", _n(p.step_seconds, 4)), ("tokens a second", _n(p.tokens_per_s)), ("tokens a second and process", _n(p.tokens_per_s / r.world)),
+            ("tokens", f"{p.steps * p.tokens_a_step:,}"), ("steps", f"{p.steps:,}"), ("hours", _n(p.hours)), ("dollars", _n(p.dollars))]
+    return _table(f"{p.cfg.name} on {p.hardware.name}", ("", "value"), rows)
+
 def plan_tables(p:Plan) -> list[Table]:
     "A plan for a terminal."
-    gb, ms, r, printed = (lambda x: f"{x / 1e9:,.2f}" if x >= 1e9 else f"{x / 1e9:.3g}"), (lambda s: f"{1e3 * s:,.1f}"), p.rank, printed_figures()["C-04"]
-    where = f"{p.cfg.name} on {p.hardware.name}"
-    sums = [("parameters", f"{sum(n for k, n in component_numbers(p.cfg).items() if k != 'depth_heads'):,}"), ("bits a number, packed", f"{true_bits(p.cfg)['all']:.3f}"), ("memory of a process, GB", gb(p.memory.total)),
-            ("micro-batches", f"{r.batches} × {r.sequences} × {p.cfg.data.seq_len:,} tokens"), ("seconds a step", _n(p.step_seconds, 4)), ("tokens a second", _n(p.tokens_per_s)), ("tokens a second and process", _n(p.tokens_per_s / r.world)),
-            ("tokens", f"{p.steps * p.tokens_a_step:,}"), ("steps", f"{p.steps:,}"), ("hours", _n(p.hours)), ("dollars", _n(p.dollars))]
-    budget_rows = [(k, *(v for pair in zip((f"{x:,.1f}" for x in row), map(str, printed[k])) for v in pair)) for k, row in p.budget.items()]
-    return [_table("Parameters", ("component", "printed", "literal", p.cfg.name, "5b at width 666", "built - printed"), [(_LABELS.get(row[0], row[0]), *map(_n, row[1:])) for row in ledger(p.cfg)]),
-            _table("Bits a number, packed", ("component", "bits"), [(k, f"{b:.4f}") for k, b in true_bits(p.cfg).items()]),
-            _table(f"Memory of a process at the peak, the {p.memory.moment}", ("kind", "GB"), [(k, gb(b)) for k, b in p.memory.parts.items() if b] + [("sum", gb(p.memory.total))]),
-            _table("Memory by micro-batch", ("sequences", "activations, GB", "peak, GB", "fits"), [(n, gb(m.saved), gb(m.total), "yes" if m.total <= 0.95e9 * p.hardware.memory_gb else "no") for n, m in p.micro.items()]),
-            _table(f"A step of a process ({p.speed.source})", ("part", "MFLOP a token", "GB", "unit", "ms at the peaks", "ms", "of the peak"),
-                   [(x.name, _n(x.flops / 1e6 / r.tokens / r.batches), _n(x.bytes / 1e9), x.unit, ms(x.roofline), ms(x.seconds), f"{x.roofline / x.seconds:.0%}" if x.seconds else "") for x in p.parts]
-                   + [("waiting for the host", "", "", "host", "", ms(p.speed.idle), "")] + [(t.name + " (exposed)", "", _n(t.bytes / 1e9), "NVLink", ms(t.seconds), ms(t.exposed), "") for t in p.transfers]),
-            *([_table("Traffic of a step of a process", ("kind", "wire", "GB", "ms", "exposed, ms"), [(t.name, t.wire, _n(t.bytes / 1e9), ms(t.seconds), ms(t.exposed)) for t in p.transfers]),
-               _table("SPEC C-04: exposed ms, predicted and printed", ("stage", *(c for s in STAGES for c in (s, "printed"))), budget_rows)] if p.budget else []),
-            _table(where, ("", "value"), sums),
-            _table(f"Targets, which are for preset 5b on four B300{'' if p.cfg.name == '5b' and p.hardware.name == 'b300x4' else f'; this is {where}'}", ("", "metric", "target", "predicted", "verdict", "reason"), [(t.id, t.metric, t.target, "" if t.predicted is None else f"{_n(t.predicted)} {t.unit}".strip(), t.verdict, t.reason) for t in targets(p)]),
-            _table("Printed figures that contradict each other", ("rows", "metric", "implied", "printed"), [(c.rows, c.what, _n(c.implied, 5), _n(c.printed, 5)) for c in claims() if not c.agrees])]
+    here = "" if p.cfg.name == "5b" and p.hardware.name == "b300x4" else f"; this is {p.cfg.name} on {p.hardware.name}"
+    rows = [(t.id, t.metric, t.target, "" if t.predicted is None else f"{_n(t.predicted)} {t.unit}".strip(), t.verdict, t.reason) for t in targets(p)]
+    wrong = [(c.rows, c.what, _n(c.implied, 5), _n(c.printed, 5)) for c in claims() if not c.agrees]
+    return [*_parameter_tables(p), *_memory_tables(p), _time_table(p), *_wire_tables(p), _cost_table(p),
+            _table(f"Targets, which are for preset 5b on four B300{here}", ("", "metric", "target", "predicted", "verdict", "reason"), rows),
+            _table("Printed figures that contradict each other", ("rows", "metric", "implied", "printed"), wrong)]
 
 def sweep_table(key:str, found:list) -> Table:
     "A sweep for a terminal."
-    rows = [(v, _n(component_sum(p.cfg)), f"{p.memory.total / 1e9:,.1f}", p.rank.sequences, _n(p.step_seconds, 4), _n(p.tokens_per_s), _n(1e3 * sum(t.exposed for t in p.transfers)), _n(p.hours), _n(p.dollars)) for v, p in found]
-    return _table(f"{found[0][1].cfg.name} on {found[0][1].hardware.name}", (key, "parameters", "GB", "micro-batch", "s a step", "tokens/s", "exposed, ms", "hours", "dollars"), rows)
+    rows = [(v, _n(component_sum(p.cfg)), _gb(p.memory.total), p.rank.sequences, _n(p.step_seconds, 4), _n(p.tokens_per_s), _n(1e3 * sum(t.exposed for t in p.transfers)), _n(p.hours), _n(p.dollars))
+            for v, p in found]
+    names = (key, "parameters", "GB", "micro-batch", "s a step", "tokens/s", "exposed, ms", "hours", "dollars")
+    return _table(f"{found[0][1].cfg.name} on {found[0][1].hardware.name}", names, rows)
 
 def component_sum(cfg:Config) -> int: return sum(n for k, n in component_numbers(cfg).items() if k != "depth_heads")
 
 def to_json(p:Plan) -> dict:
     "A plan as plain values, ready for a file."
-    return dict(name=p.cfg.name, hardware=p.hardware.model_dump(), precision=p.precision, notes=p.notes, process=dict(world=p.rank.world, ep=p.rank.ep, micro_batch=p.rank.sequences, micro_batches=p.rank.batches),
-                parameters=[dict(zip(("component", "printed", "literal", "built", "width_666", "difference"), row)) for row in ledger(p.cfg)], bits=true_bits(p.cfg),
-                memory=dict(bytes=p.memory.parts, total=p.memory.total, moment=p.memory.moment, by_micro_batch={n: m.total for n, m in p.micro.items()}),
-                flops_a_token={k: 3 * n for k, n in token_flops(p.cfg, p.rank.depth, min(1.0, p.rank.depth)).items()}, parts=[x._asdict() for x in p.parts], efficiencies=p.speed.source, idle_seconds=p.speed.idle,
+    names = ("component", "printed", "literal", "built", "width_666", "difference")
+    flops = {k: 3 * n for k, n in token_flops(p.cfg, p.rank.depth, min(1.0, p.rank.depth)).items()}
+    return dict(name=p.cfg.name, hardware=p.hardware.model_dump(), precision=p.precision, notes=p.notes,
+                process=dict(world=p.rank.world, ep=p.rank.ep, micro_batch=p.rank.sequences, micro_batches=p.rank.batches),
+                parameters=[dict(zip(names, row)) for row in ledger(p.cfg)], bits=true_bits(p.cfg), flops_a_token=flops,
+                memory=dict(bytes=p.memory.parts, total=p.memory.total, moment=p.memory.moment, moments=p.memory.moments, exchange=p.memory.exchange, by_micro_batch={n: m.total for n, m in p.micro.items()}),
+                parts=[x._asdict() for x in p.parts], efficiencies=p.speed.source, idle_seconds=p.speed.idle,
                 transfers=[t._asdict() for t in p.transfers], c04=dict(stages=STAGES, predicted=p.budget, printed=printed_figures()["C-04"]),
                 tokens=p.steps * p.tokens_a_step, steps=p.steps, seconds_a_step=p.step_seconds, tokens_per_s=p.tokens_per_s, hours=p.hours, dollars=p.dollars,
                 targets=[t._asdict() for t in targets(p)], claims=[c._asdict() | dict(agrees=c.agrees) for c in claims()])

@@ -2,10 +2,10 @@
 
     python scripts/check_gradients_jax.py [--seed 0]
 
-Two programs that share nothing but their input: hsmoe's, and the formulas of the specification written in JAX, dense where hsmoe is sparse. All in float64 on a CPU, on random numbers, with the
-cases in which such code goes wrong: tokens that do not count, experts nobody chose, quantised logits, positions that ask nothing, ends of documents and of the text, one matrix as embedding and
-unembedding. Scores of experts are kept apart, since a choice between equals has no derivative. Each line has a tensor, the largest number in JAX's gradient of it, and the largest difference
-over that. The exit code is 1 where one of them is above 1e-10. JAX is an option: pip install "hsmoe[jax]".
+Two programs that share nothing but their input: hsmoe's, and the formulas of the specification written in JAX, dense where hsmoe is sparse. All in float64 on a CPU, on random numbers,
+with the cases in which such code goes wrong: tokens that do not count, experts nobody chose, quantised logits, positions that ask nothing, ends of documents and of the text, one matrix as
+embedding and unembedding. Scores of experts are kept apart, since a choice between equals has no derivative. Each line has a tensor, the largest number in JAX's gradient of it, and the
+largest difference over that. The exit code is 1 where one of them is above 1e-10. JAX is an option: scripts/setup_env.sh --extras jax.
 """
 import argparse, os, sys
 from functools import partial
@@ -131,7 +131,8 @@ def router_case(rng, how="ste", jax_how=None, *, T=40, D=12, E=16, top_k=4, temp
     if fmt: given["quantised"] = fake_quant(torch.tensor(logits), fmt).numpy() - logits
 
     def ours(v):
-        r = reference_route(v["x"], v["weight"], v["bias"], torch.tensor(given["balance"]), torch.tensor(given["mask"] > 0), top_k=top_k, temperature=temperature, straight_through=how, fmt=fmt)
+        r = reference_route(v["x"], v["weight"], v["bias"], torch.tensor(given["balance"]), torch.tensor(given["mask"] > 0),
+                            top_k=top_k, temperature=temperature, straight_through=how, fmt=fmt)
         chosen = v["answers"].gather(1, r.expert_TC[:, :, None].expand(-1, -1, 5))
         y_TD = (r.gate_TC[:, :, None] * chosen).sum(1)
         return (y_TD.sin() * torch.tensor(upstream_TD)).sum() + (r.probs_TE * torch.tensor(upstream_TE)).sum() + 0.3 * r.entropy_sum + 0.1 * r.z_sum
@@ -149,7 +150,8 @@ def layer(rng, how, D, E, J, N, top_k):
     "An `MoE` in float64, random arrays for its parameters with the shared experts one by one, and a function that reads a dictionary of tensors as its state"
     moe = MoE(D, E, J, top_k, N, straight_through=how, bias_init=0.0).double().eval()
     if moe.output_mean is not None: moe.output_mean.mean_ED.copy_(torch.tensor(rng.normal(size=(E, D))))
-    shapes = dict(w_in=(E, N, D), b_in=(E, N), w_out=(E, D, N), b_out=(E, D), router=(E, D), router_bias=(E,), shared_w_in=(J, N, D), shared_b_in=(J, N), shared_w_out=(J, D, N), shared_b_out=(J, D))
+    shapes = dict(w_in=(E, N, D), b_in=(E, N), w_out=(E, D, N), b_out=(E, D), router=(E, D), router_bias=(E,))
+    shapes |= dict(shared_w_in=(J, N, D), shared_b_in=(J, N), shared_w_out=(J, D, N), shared_b_out=(J, D))
     leaves = {name: rng.normal(size=shape) * (1.0 if name == "router" else 0.3) for name, shape in shapes.items()}
     def state(v):
         joined = dict(shared_w_in=v["shared_w_in"].flatten(0, 1), shared_b_in=v["shared_b_in"].flatten(), shared_w_out=v["shared_w_out"].transpose(0, 1).flatten(1))
@@ -191,7 +193,9 @@ def loss_case(rng, loss, *, B=3, S=13, L=13, D=8, V=19, K=10, depth=None, alpha=
     tokens = rng.integers(0, V, size=(B, L))
     depths = cut_depths(rng, B, S, L, K) if depth is None else np.full((B, S), depth)
     def ours(v): return loss(v["hidden"], v["unembedding"], v["heads"], torch.tensor(tokens), torch.tensor(depths), alpha=alpha, **options)
-    def theirs(v): return adamtp_jax(v["hidden"], v["unembedding"], v["heads"], jnp.asarray(tokens), jnp.asarray(depths), alpha, options.get("trunk_gradient", 1.0), options.get("normalizer"))
+    def theirs(v):
+        share, normalizer = options.get("trunk_gradient", 1.0), options.get("normalizer")
+        return adamtp_jax(v["hidden"], v["unembedding"], v["heads"], jnp.asarray(tokens), jnp.asarray(depths), alpha, share, normalizer)
     return compare(ours, theirs, leaves)
 
 

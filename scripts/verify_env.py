@@ -1,7 +1,8 @@
 """What scripts/setup_env.sh looks at when it has built an environment: `python scripts/verify_env.py cpu|cu126|cu128|cu130`.
 
-Versions, NCCL and whether CUDA is there (SPEC E-12), the rows of `hsmoe preflight` about software that are not as asked, and what keeps PyTorch from a GPU: another build than wanted, a driver
-that is missing or too old for it, a card that it has no code for. The exit code is 1 where this environment cannot do what it was built for; a CUDA build on a machine without a GPU can still wait for one.
+Versions, NCCL and whether CUDA is there (SPEC E-12), the rows of `hsmoe preflight` about software that are not as asked, and what keeps PyTorch from a GPU: another build than wanted,
+a driver that is missing or too old for it, a card that it has no code for. The exit code is 1 where this environment cannot do what it was built for; a CUDA build on a machine without
+a GPU can still wait for one.
 """
 import os, platform, re, subprocess, sys
 from typing import Optional
@@ -18,9 +19,12 @@ DEVICES = ("cpu", "cu126", "cu128", "cu130")        # as in setup_env.sh
 def no_gpu(built: str, smi: Optional[str], hidden: Optional[str], error: str = "") -> Optional[str]:
     "Why PyTorch, built for CUDA `built`, finds no GPU. `smi`: output of nvidia-smi, None where it does not run; `hidden`: CUDA_VISIBLE_DEVICES; `error`: CUDA's own words."
     driver = smi and re.search(r"Driver Version: *([\d.]+).*CUDA Version: *([\d.]+)", smi)
-    if not driver: return "no NVIDIA driver answers (nvidia-smi does not run or finds none); install the driver, and in a container start it with --gpus all. Until then everything runs on the CPU"
+    if not driver:
+        return ("no NVIDIA driver answers (nvidia-smi does not run or finds none); install the driver, and start a container with --gpus all. "
+                "Until then everything runs on the CPU")
     if release(driver[2])[0] < release(built)[0]:
-        return f"driver {driver[1]} knows CUDA up to {driver[2]}, and this torch is built for {built}; renew the driver, or build a new --venv for a CUDA {release(driver[2])[0]}.x with --device"
+        return (f"driver {driver[1]} knows CUDA up to {driver[2]}, and this torch is built for {built}; "
+                f"renew the driver, or build a new --venv for a CUDA {release(driver[2])[0]}.x with --device")
     if hidden is not None and not re.match(r"\s*(\d|GPU-|MIG-)", hidden): return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs; unset it, or name the GPUs to use, as 0,1"
     return f"driver {driver[1]} answers, and CUDA does not start: {error or 'without a reason'}"
 

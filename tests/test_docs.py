@@ -5,6 +5,7 @@ from functools import cache
 import pytest, typer
 
 from hsmoe.cli import app
+from hsmoe.comm.placement import make_topology
 from hsmoe.config import ConfigError, load_config
 from hsmoe.notebook import parse_parameters
 
@@ -40,11 +41,12 @@ def command_of(line):
     except ValueError as error: pytest.fail(f"{line!r} is no shell line: {error}")
     for i, word in enumerate(words):
         script = word.rpartition("/")[2]
-        if word in HSMOE and (i == 0 or words[i - 1] in ("-m", "srun", "exec") or "=" in words[i - 1]): return words[i + 1:]
+        if word in HSMOE and (i == 0 or words[i - 1] == "-m" or words[0] == "srun" or "=" in words[i - 1]): return words[i + 1:]
         if script in SCRIPTS and words[0] not in ("cat", "cp"): return (["prepare"] if script == "prepare.sbatch" else []) + words[i + 1:]
     return None
 
 
+@cache
 def commands():
     found = {(name(page), line): words for page in PAGES for line in lines_of(page) if (words := command_of(line))}
     return [(page, line, words) for (page, line), words in found.items()]
@@ -79,8 +81,23 @@ def notebook_of(command, rest):
     return ROOT / rest[0]
 
 
-def check(words):
-    group = typer.main.get_command(app)
+def processes(line):
+    "How many processes the line starts; None where it does not say."
+    if found := re.search(r"--nproc-per-node[ =](\d+)", line): return int(found[1])
+    if "launch.sbatch" in line:
+        nodes, gpus = (re.search(rf"--{what}[ =](\d+)", line) for what in ("nodes", "gpus-per-node"))
+        return (int(nodes[1]) if nodes else 1) * (int(gpus[1]) if gpus else 4)
+    if "two_nodes.sh" in line: return 2 * int(re.search(r"GPUS=(\d+)", line)[1])
+    return 1
+
+
+@cache
+def program():
+    return typer.main.get_command(app)
+
+
+def check(words, line):
+    group = program()
     assert words[0] in group.commands or words[0].isupper() or words[0].startswith("-"), f"hsmoe has no command {words[0]!r}"
     if words[0] not in group.commands: return
     given, rest = split(group.commands[words[0]], words[1:])
@@ -93,7 +110,11 @@ def check(words):
         overrides = [w for w in rest if not placeholder(w.partition("=")[0])]
         assert all("=" in w for w in overrides), f"{[w for w in overrides if '=' not in w]} are no overrides"
         preset = given.get("--preset", "5b" if asked == "plan" else "tiny")
-        if not placeholder(preset): load_config(preset, [w for w in overrides if not placeholder(w)])
+        if placeholder(preset): return
+        cfg = load_config(preset, [w for w in overrides if not placeholder(w)])
+        if cfg.parallel.topology: make_topology(cfg.parallel.topology, cfg.parallel.ep)
+        if asked == "train" and "--resume" not in given: assert cfg.parallel.dp == processes(line), f"parallel.dp is {cfg.parallel.dp}, and {processes(line)} processes are started"
+        if asked == "preflight": assert processes(line) == 1, "hsmoe preflight starts its processes by itself"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -102,7 +123,7 @@ def test_commands_are_those_of_the_program(page):
     for where, line, words in commands():
         if where != name(page): continue
         found += 1
-        try: check(words)
+        try: check(words, line)
         except (AssertionError, ConfigError) as error: pytest.fail(f"{where}: {line!r}: {error}")
     if page.stem in ("data", "resume", "one_gpu", "export", "evaluate", "index", "train"): assert found, f"{name(page)} has no command, or none was found"
 
@@ -131,6 +152,11 @@ def test_anchors_of_the_guide():
             assert anchor in anchors((page.parent / path) if path else page), f"{name(page)}: {target}"
 
 
+def test_the_path_names_every_notebook():
+    missing = [p.name for p in sorted(NBS.glob("[0-9]*.ipynb")) if f"(../{p.name})" not in markdown(NBS / "guide" / "path.ipynb")]
+    assert not missing, f"nbs/guide/path.ipynb does not say what {', '.join(missing)} answer"
+
+
 def test_a_glossary_is_in_order():
     terms = re.findall(r"^### (.+)$", markdown(NBS / "guide" / "glossary.ipynb"), re.M)
     assert len(terms) > 60 and terms == sorted(terms, key=str.lower) and len(set(terms)) == len(terms)
@@ -138,5 +164,5 @@ def test_a_glossary_is_in_order():
 
 def test_mistakes_are_found():
     for line in ("hsmoe train optim.peek_lr=1e-3", "hsmoe train --sauce x", "hsmoe trian", "hsmoe eval RUN --tokens", "hsmoe run nbs/runs/train.ipynb -p minuets 3", "hsmoe run nbs/runs/no.ipynb",
-                 "torchrun --nproc-per-node 2 -m hsmoe.cli train parallel.ep=x", "sbatch scripts/prepare.sbatch --preset 5c"):
-        with pytest.raises((AssertionError, ConfigError)): check(command_of(line))
+                 "torchrun --nproc-per-node 2 -m hsmoe.cli train parallel.ep=x", "torchrun --nproc-per-node 2 -m hsmoe.cli train", "hsmoe train --preset 5b", "sbatch scripts/prepare.sbatch --preset 5c"):
+        with pytest.raises((AssertionError, ConfigError)): check(command_of(line), line)

@@ -250,4 +250,4 @@ def test_histories_by_hand():
         found = decide(history[-12:], acts, cfg, 1000)
         acts += [a._asdict() for a in found]
         history.append(dict(step=n, seconds_per_step=9.0))
-    assert [(a["step"], a["after"]["micro_batch"]) for a in acts] == [(3, 384), (53, 288)], "50 steps apart, and twice at most"
+    assert [(a["step"], a["after"]["micro_batch"]) for a in acts] == [(3, 12), (53, 9)], "50 steps apart, and twice at most"

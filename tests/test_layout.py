@@ -11,13 +11,15 @@ def modules():
 
 
 def imports_of(path: Path):
-    "Names of the package's own modules that a module imports."
-    package = path.relative_to(ROOT / "hsmoe").parts[:-1]
+    "Names of the package's own modules that a module imports: `from .a import b` is a.b where that is a module, else a."
+    package, known = path.relative_to(ROOT / "hsmoe").parts[:-1], modules()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[:len(package) - node.level + 1]
-            yield ".".join([*base, *((node.module or "").split(".") if node.module else [])])
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hsmoe."): yield node.module.removeprefix("hsmoe.")
+        if not isinstance(node, ast.ImportFrom): continue
+        if node.level: base = [*package[:len(package) - node.level + 1], *(node.module or "").split(".")]
+        elif (node.module or "").split(".")[0] == "hsmoe": base = node.module.split(".")[1:]
+        else: continue
+        base = [part for part in base if part]
+        for name in node.names: yield whole if (whole := ".".join([*base, name.name])) in known else ".".join(base)
 
 
 def test_modules_import_from_lower_notebooks_only():
@@ -25,7 +27,7 @@ def test_modules_import_from_lower_notebooks_only():
     assert len(number) >= 20
     seen = 0
     for name, own in number.items():
-        for other in imports_of(ROOT / "hsmoe" / (name.replace(".", "/") + ".py")):
+        for other in filter(None, imports_of(ROOT / "hsmoe" / (name.replace(".", "/") + ".py"))):
             assert other in number, f"{name} imports {other}, which has no notebook"
             assert number[other] < own or other == name, f"{name} ({own}) imports {other} ({number[other]})"
             seen += 1

@@ -205,7 +205,7 @@ def simulated(ranks, device, run, layout):
     if device == "cuda": torch.cuda.synchronize()
     def one(rank):
         with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
-            port = Port(rank, windows, layout, timeout_s=20)
+            port = Port(rank, windows, layout, timeout_s=120 if device == "cuda" else 20)     # kernels are compiled meanwhile
             result = run(rank, port)
             if device == "cuda": torch.cuda.current_stream().synchronize()
             port.look("test")
