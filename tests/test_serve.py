@@ -288,7 +288,7 @@ def windows(tokenizer, new_tokens, context):
 @torch.no_grad()
 def test_vllm_writes_the_tokens_of_the_native_model(trained, tmp_path, way):
     from hsmoe.train.loop import load_run, run_tokenizer
-    folder, more, new = export_run(trained, "hf", tmp_path / "hf").folder, ["--block-size", "32", "--max-num-seqs", "16", "--enable-prefix-caching"], 20
+    folder, more, new = export_run(trained, "hf", tmp_path / "hf").folder, ["--block-size", "32", "--max-num-seqs", "16", "--enable-prefix-caching", "--enable-chunked-prefill", "--max-num-batched-tokens", "64"], 20
     model, tokenizer = as_served(load_run(trained)[0]), run_tokenizer(trained)
     prompts = windows(tokenizer, new, model.max_seq_len)
     ours = [generate(model, torch.tensor([p]), new, temperature=0, vocab_size=tokenizer.vocab_size)[0, len(p):].tolist() for p in prompts]
