@@ -128,7 +128,7 @@ def test_training(hsmoe_cli, tmp_path, small_overrides, small_corpus):
 
 def test_a_bench_that_cannot_run(hsmoe_cli, tmp_path, small_overrides):
     result = hsmoe_cli("bench", "qualitty")
-    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are comm, data, documents, formats, layer, moe, muon, optimizer, quality, quant, router, step, training"
+    assert result.returncode == 2 and result.stderr.strip() == "hsmoe: there is no bench 'qualitty'; known are comm, data, documents, formats, four, layer, moe, muon, optimizer, quality, quant, router, speculative, step, training"
     result = hsmoe_cli("bench", "quality", "--output", "out/quality.ipynb", "-p", "steps", "1", "-p", "overrides", json.dumps(small_overrides + ["data.sources=[no/such/corpus]"]))
     assert result.returncode == 2 and "no/such/corpus" in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr.splitlines()[-1]
     assert not (tmp_path / "nbs").exists()
