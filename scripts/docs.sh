@@ -32,7 +32,7 @@ quarto.nbdev_sidebar.__wrapped__()
 sidebar = pathlib.Path("nbs/sidebar.yml")
 pages = yaml.safe_load(sidebar.read_text(encoding="utf-8"))
 contents = pages["website"]["sidebar"]["contents"]
-first = ["path", "install", "data", "one_gpu", "four_gpus", "slurm", "resume", "evaluate", "export", "serve", "glossary", "limits"]
+first = ["path", "design", "install", "data", "one_gpu", "four_gpus", "slurm", "resume", "evaluate", "export", "serve", "glossary", "limits"]
 guide = next(part for part in contents if isinstance(part, dict) and part["section"] == "guide")
 guide["contents"].sort(key=lambda page: first.index(name) if (name := pathlib.Path(page).stem) in first else len(first))
 contents.remove(guide)
